@@ -13,8 +13,8 @@ class Event:
     """Something that happened, as published. Immutable.
 
     ``payload`` is decoded from its JSON text on first access and is this event's own copy.
-    ``sequence`` numbers the events of one ``key`` from 1 without gaps among committed events; it
-    and ``created_at`` (the database's clock) are known once the event has been read back, so both
+    ``sequence`` numbers the events of one ``key`` in the order in which they were committed; a
+    number is never used twice, but some may be left out. It and ``created_at`` (the database's clock) are known once the event has been read back, so both
     are ``None`` on the event that ``publish()`` returns.
     """
 
@@ -63,6 +63,11 @@ class Event:
         return self._text  # type: ignore[no-any-return]
 
     @property
+    def headers_text(self) -> str | None:
+        """The headers' JSON text, as stored; ``None`` where there are none."""
+        return self._headers  # type: ignore[no-any-return]
+
+    @property
     def headers(self) -> Mapping[str, str]:
         """The headers; empty where none were given."""
         return json.loads(self._headers) if self._headers else {}
@@ -76,3 +81,61 @@ class Event:
 
     def __hash__(self) -> int:
         return hash(self.id)
+
+
+class Context:
+    """One run of a handler for one event. Read-only.
+
+    Made once a delivery, so nothing is computed before it is asked for.
+    """
+
+    __slots__ = ("_attempt", "_deadline", "_event_id", "_fence", "_handler")
+
+    def __init__(
+        self,
+        event_id: UUID,
+        handler: str,
+        attempt: int,
+        fence: int,
+        deadline: float | None = None,
+    ) -> None:
+        self._event_id = event_id
+        self._handler = handler
+        self._attempt = attempt
+        self._fence = fence
+        self._deadline = deadline
+
+    @property
+    def handler(self) -> str:
+        """The name under which the handler is registered."""
+        return self._handler
+
+    @property
+    def attempt(self) -> int:
+        """Which attempt this is, from 1. A snooze counts none."""
+        return self._attempt
+
+    @property
+    def idempotency_key(self) -> str:
+        """``"{event id}:{handler}"``: the same for every run of this handler for this event.
+
+        Hand it to a service that can tell a repeated request by a key.
+        """
+        return f"{self._event_id}:{self._handler}"
+
+    @property
+    def fence(self) -> int:
+        """A number that only grows for a lane, and so for a key: one with each new holder.
+
+        Store it beside what the handler writes outside the bus's database and refuse a lower one,
+        so that a worker that was taken for dead cannot overwrite its successor's work.
+        """
+        return self._fence
+
+    @property
+    def deadline(self) -> float | None:
+        """When the handler's time is up, as a ``time.monotonic()`` value; ``None``: no limit."""
+        return self._deadline
+
+    def __repr__(self) -> str:
+        return f"<Context {self.idempotency_key} attempt={self._attempt} fence={self._fence}>"

@@ -1,0 +1,1 @@
+"""The stores: one contract (:mod:`.base`), one package a database."""

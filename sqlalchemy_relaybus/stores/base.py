@@ -1,0 +1,245 @@
+"""The contract between the bus and a store.
+
+A store keeps events and deliveries and hands deliveries to workers. It works on connections that
+it is given and never commits, except where a method says so. Workers lease *lanes*; whoever holds
+a lane's lease is the only one to run its deliveries. The lease's ``epoch`` grows whenever the lane
+changes hands and is the fencing token: every state change names it together with the holder and
+is refused, changing nothing, once either has moved on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+from uuid import UUID
+
+from sqlalchemy import Connection
+
+from ..event import Event
+
+
+class Lease(NamedTuple):
+    """A worker's lease on one lane, as its last confirmed statement left it."""
+
+    lane: int
+    #: fencing token: grows whenever the lane changes hands
+    epoch: int
+    #: grows with every exchange of the holder: tells whether one with an unknown outcome happened
+    version: int
+    #: where the store finds the lane's row fastest; a wrong one costs a look-up, nothing else
+    address: str
+
+
+class Taken(NamedTuple):
+    """A lane just taken, and what its former holder had started and not confirmed."""
+
+    lease: Lease
+    charged: Sequence[int]
+
+
+class LaneState(NamedTuple):
+    """A lane as stored."""
+
+    lease: Lease
+    holder: UUID | None
+    started: Sequence[int]
+    prefetched: Sequence[int]
+
+
+class Ready(NamedTuple):
+    """A lane with work, found by :meth:`Store.probe`."""
+
+    lane: int
+    #: handler of the lane's first delivery; ``None`` where work is only parked
+    handler: str | None
+    #: seconds until the lane has work: 0 where it is ready
+    wait: float
+    #: nobody holds a live lease on it
+    free: bool
+
+
+class Delivery:
+    """One delivery as claimed: an event on its way to one handler."""
+
+    __slots__ = ("attempts", "claims", "epoch", "event", "handler", "id", "key", "lane")
+
+    def __init__(
+        self,
+        id: int,
+        lane: int,
+        epoch: int,
+        claims: int,
+        attempts: int,
+        handler: str,
+        key: str | None,
+        event: Event | None,
+    ) -> None:
+        self.id = id
+        self.lane = lane
+        self.epoch = epoch
+        #: how many claims of it have ended before: with the epoch, this run's own token
+        self.claims = claims
+        #: how many attempts have failed before this one
+        self.attempts = attempts
+        self.handler = handler
+        self.key = key
+        #: ``None`` for an orphan: its event is gone
+        self.event = event
+
+    def __repr__(self) -> str:
+        return f"<Delivery {self.id} of {self.event!r} to {self.handler!r} on lane {self.lane}>"
+
+
+class LaneRequest(NamedTuple):
+    """What an exchange does with one lane."""
+
+    lease: Lease
+    #: claim more from it
+    claim: bool
+    #: write its row even if nothing is claimed: something finished or began, or the lease is old
+    write: bool
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One round of the pump: delete what finished, claim what is ready, renew the leases."""
+
+    lanes: Sequence[LaneRequest]
+    finished: Sequence[Delivery]
+    #: of these lanes: what runs, or may begin to run before the next exchange
+    started: Sequence[Delivery]
+    #: of these lanes: what was claimed ahead
+    prefetched: Sequence[Delivery]
+    handlers: Sequence[str]
+    #: most deliveries to claim, altogether and from one lane
+    limit: int
+    per_lane: int
+    #: how many of those claimed may begin to run at once; the rest counts as prefetched
+    room: int
+    #: seconds
+    lease_duration: float
+    #: step over rows that somebody else has locked instead of waiting for them (costs a second
+    #: write-ahead record for each delivery)
+    careful: bool = False
+
+
+@dataclass(slots=True)
+class Exchanged:
+    """What an exchange did."""
+
+    #: lane to lease: those written. A lane asked to be written that is missing is lost or locked:
+    #: :meth:`Store.read_lanes` tells which.
+    leases: dict[int, Lease] = field(default_factory=dict)
+    #: ids of the finished deliveries whose rows were deleted
+    deleted: set[int] = field(default_factory=set)
+    #: ids of the finished deliveries stepped over because somebody else has locked them
+    locked: set[int] = field(default_factory=set)
+    #: claimed and recorded as started: may run; in lane and id order
+    startable: list[Delivery] = field(default_factory=list)
+    #: claimed ahead: may run once an exchange has recorded them as started
+    prefetched: list[Delivery] = field(default_factory=list)
+
+
+ParkedStatus = Literal["retrying", "snoozed", "dead"]
+
+
+class Park(NamedTuple):
+    """A delivery that is not to run now: rescheduled, snoozed or buried."""
+
+    delivery: Delivery
+    status: ParkedStatus
+    #: seconds from now; ``None``: not by itself
+    delay: float | None
+    #: attempts to count: 0 or 1
+    charge: int
+    error: str | None
+    #: whether later deliveries of its handler and key wait for it
+    blocks: bool
+
+
+class Parked(NamedTuple):
+    """Ids of the deliveries that were parked, and of those that somebody else has locked.
+
+    What is in neither is held by another worker, or gone: its outcome was refused.
+    """
+
+    parked: set[int]
+    locked: set[int]
+
+
+class NewEvent(NamedTuple):
+    """An event on its way into the store, with the handlers that take it."""
+
+    event: Event
+    handlers: Sequence[str]
+    #: seconds until its deliveries are due; ``None``: at once
+    delay: float | None
+    #: whether the caller supplied the id, so that it may exist already
+    given_id: bool
+
+
+class Live(NamedTuple):
+    """The workers alive, the caller included."""
+
+    workers: int
+    #: every handler that one of the others has
+    elsewhere: frozenset[str]
+
+
+class Store(Protocol):
+    """What every store does. Connections are synchronous SQLAlchemy connections."""
+
+    def publish(self, connection: Connection, events: Sequence[NewEvent]) -> None:
+        """Insert *events* and their deliveries in the caller's transaction."""
+
+    def prepare(self, connection: Connection, *, lock_timeout: float, timeout: float) -> None:
+        """Fit a worker's own connection to the statements below; limits in seconds."""
+
+    def enlist(
+        self, connection: Connection, holder: UUID, owner: str, handlers: Sequence[str], ttl: float
+    ) -> Live:
+        """Say that this worker is alive for another *ttl* seconds; tell who is."""
+
+    def resign(self, connection: Connection, holder: UUID) -> None:
+        """Take this worker off the list of those alive."""
+
+    def probe(self, connection: Connection) -> list[Ready]:
+        """The lanes that have work, or will have."""
+
+    def take(
+        self,
+        connection: Connection,
+        holder: UUID,
+        wanted: Sequence[int],
+        limit: int,
+        lease_duration: float,
+    ) -> list[Taken]:
+        """Take at most *limit* of the *wanted* lanes that nobody holds. Commits.
+
+        *connection* is in no transaction and of READ COMMITTED isolation; *lease_duration* in
+        seconds.
+        """
+
+    def promote(
+        self, connection: Connection, holder: UUID, leases: Iterable[Lease], limit: int
+    ) -> list[int]:
+        """Move parked deliveries that are due back to the ready ones; their lanes."""
+
+    def exchange(self, connection: Connection, holder: UUID, request: Exchange) -> Exchanged:
+        """The pump: one statement, all of it fenced."""
+
+    def read_lanes(self, connection: Connection, wanted: Sequence[int]) -> dict[int, LaneState]:
+        """The lanes as stored: what an exchange with an unknown outcome left behind."""
+
+    def complete(self, connection: Connection, holder: UUID, delivery: Delivery) -> bool:
+        """Delete *delivery* in the caller's transaction; false: the lease is lost."""
+
+    def park(self, connection: Connection, holder: UUID, parks: Sequence[Park]) -> Parked:
+        """Reschedule, snooze or bury."""
+
+    def relinquish(self, connection: Connection, holder: UUID, leases: Sequence[Lease]) -> set[int]:
+        """Hand lanes back; the lanes that were still this holder's."""
+
+    def requeue(self, connection: Connection, ids: Sequence[int]) -> set[int]:
+        """Give dead letters a fresh budget of attempts; the ids that were dead."""

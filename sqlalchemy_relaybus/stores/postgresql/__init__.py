@@ -1,0 +1,5 @@
+"""The PostgreSQL store."""
+
+from .store import PostgreSQLStore
+
+__all__ = ["PostgreSQLStore"]

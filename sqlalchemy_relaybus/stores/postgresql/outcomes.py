@@ -1,0 +1,235 @@
+"""How a delivery ends, other than through the pump: completed in a transaction, or parked.
+
+Each is fenced by ``FOR KEY SHARE`` on the lane's row with the holder and epoch that the caller
+believes in. It is the weakest lock that conflicts with a takeover's ``FOR UPDATE``: whichever
+comes first wins, the other finds nothing. The holder's own pump is a plain update of the lane and
+waits for none of them. ``claims`` names the very run: an older one of the same delivery, which may
+still be going on in an abandoned thread, is refused.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Float,
+    Integer,
+    SmallInteger,
+    Text,
+    Uuid,
+    and_,
+    bindparam,
+    delete,
+    func,
+    insert,
+    literal,
+    literal_column,
+    select,
+    tuple_,
+    union_all,
+)
+from sqlalchemy.sql.dml import ReturningInsert
+from sqlalchemy.sql.elements import ColumnElement
+from sqlalchemy.sql.selectable import CTE, FromClause
+
+from ...tables import Tables
+from .sql import CLOCK, NOW, Prepared, array, rows, seconds
+
+
+def _held(tables: Tables, asked: FromClause) -> CTE:
+    """The lanes of *asked* (lane, epoch) that are still the holder's, locked in lane order."""
+    lanes = tables.lanes
+    return (
+        select(lanes.c.lane)
+        .where(
+            lanes.c.holder == bindparam("holder", type_=Uuid),
+            tuple_(lanes.c.lane, lanes.c.epoch).in_(select(asked.c.lane, asked.c.epoch)),
+        )
+        .order_by(lanes.c.lane)
+        .with_for_update(of=lanes, read=True, key_share=True)
+        .cte("held")
+        .prefix_with("MATERIALIZED")
+    )
+
+
+@lru_cache
+def complete(tables: Tables) -> Prepared:
+    """Delete one delivery inside the handler's transaction.
+
+    The lock on the lane is held until that transaction ends: until then no takeover gets the
+    lane, afterwards the takeover does not find the delivery. If the takeover came first this waits
+    for it, checks the newest version, finds another epoch and deletes nothing: the caller rolls
+    back. Either the handler's writes and the deletion commit together or neither does.
+    """
+    deliveries, lanes = tables.deliveries, tables.lanes
+    held = (
+        select(lanes.c.lane)
+        .where(
+            lanes.c.lane == bindparam("lane", type_=SmallInteger),
+            lanes.c.epoch == bindparam("epoch", type_=BigInteger),
+            lanes.c.holder == bindparam("holder", type_=Uuid),
+        )
+        .with_for_update(of=lanes, read=True, key_share=True)
+        .cte("held")
+        .prefix_with("MATERIALIZED")
+    )
+    return Prepared(
+        delete(deliveries)
+        .where(
+            deliveries.c.lane == held.c.lane,
+            deliveries.c.id == bindparam("id", type_=BigInteger),
+            deliveries.c.claims == bindparam("claims", type_=Integer),
+        )
+        .returning(deliveries.c.id)
+    )
+
+
+@lru_cache
+def park(tables: Tables) -> Prepared:
+    """Reschedule, snooze or bury: move deliveries out of the range that claims scan.
+
+    Deleted and inserted in one statement: the row is never in both places or in neither.
+    ``SKIP LOCKED``: one row locked by somebody else does not hold up the rest; it is reported as
+    seen and tried again.
+    """
+    deliveries, parked = tables.deliveries, tables.parked
+    asked = select(
+        rows(
+            "asked",
+            lane=("lanes", SmallInteger()),
+            epoch=("epochs", BigInteger()),
+            id=("ids", BigInteger()),
+            claims=("claims", Integer()),
+            charge=("charges", Integer()),
+            delay=("delays", Float()),
+            blocks=("blocks", Boolean()),
+            status=("statuses", Text()),
+            error=("errors", Text()),
+        )
+    ).cte("asked")
+    held = _held(tables, asked)
+    ours = and_(
+        deliveries.c.lane == asked.c.lane,
+        deliveries.c.id == asked.c.id,
+        deliveries.c.claims == asked.c.claims,
+        held.c.lane == asked.c.lane,
+    )
+    free = (
+        select(
+            deliveries.c.lane,
+            deliveries.c.id,
+            asked.c.charge,
+            asked.c.delay,
+            asked.c.blocks,
+            asked.c.status,
+            asked.c.error,
+        )
+        .where(ours)
+        .with_for_update(of=deliveries, skip_locked=True)
+        .cte("free")
+        .prefix_with("MATERIALIZED")
+    )
+    moved = (
+        delete(deliveries)
+        .where(deliveries.c.lane == free.c.lane, deliveries.c.id == free.c.id)
+        .returning(
+            deliveries.c.id,
+            deliveries.c.event_id,
+            (CLOCK + seconds(free.c.delay)).label("available_at"),
+            (deliveries.c.attempts + free.c.charge).label("attempts"),
+            (deliveries.c.claims + 1).label("claims"),
+            deliveries.c.lane,
+            free.c.blocks,
+            free.c.status,
+            deliveries.c.handler,
+            deliveries.c.key,
+            func.coalesce(free.c.error, deliveries.c.last_error).label("last_error"),
+        )
+        .cte("moved")
+    )
+    stored = (
+        insert(parked)
+        .from_select([c.name for c in moved.c], select(moved), include_defaults=False)
+        .returning(parked.c.id)
+        .cte("stored")
+    )
+    return Prepared(
+        union_all(
+            select(stored.c.id, literal_column("true").label("parked")),
+            select(deliveries.c.id, literal_column("false")).where(ours),
+        )
+    )
+
+
+@lru_cache
+def promote(tables: Tables) -> Prepared:
+    """Move parked deliveries that are due back to the ready ones, where claims find them.
+
+    By the lane's holder, fenced. The id is kept, so the delivery is again the first of its key;
+    its followers see it parked and blocking or ready and in front of them, never neither.
+    ``SKIP LOCKED``: an operator who requeues or discards the same row is not waited for.
+    """
+    parked = tables.parked
+    asked = select(
+        rows("asked", lane=("lanes", SmallInteger()), epoch=("epochs", BigInteger()))
+    ).cte("asked")
+    held = _held(tables, asked)
+    due = (
+        select(parked.c.lane, parked.c.id)
+        .where(parked.c.lane == held.c.lane, parked.c.available_at <= NOW)
+        .order_by(parked.c.available_at)
+        .limit(bindparam("limit", type_=Integer))
+        .with_for_update(of=parked, skip_locked=True)
+        .lateral("due")
+    )
+    chosen = (
+        select(due.c.lane, due.c.id)
+        .select_from(held.join(due, literal_column("true")))
+        .cte("chosen")
+        .prefix_with("MATERIALIZED")
+    )
+    those = and_(parked.c.lane == chosen.c.lane, parked.c.id == chosen.c.id)
+    return Prepared(_to_ready(tables, those, fresh=False))
+
+
+@lru_cache
+def requeue(tables: Tables) -> Prepared:
+    """Give dead letters a fresh budget of attempts.
+
+    Whoever deletes the parked row first moves it: twice at once has one effect. The id is kept,
+    so the delivery runs before the later ones of its key that have not begun.
+    """
+    parked = tables.parked
+    dead = and_(
+        parked.c.status == "dead",
+        parked.c.id == func.any(array("ids", BigInteger())),
+    )
+    return Prepared(_to_ready(tables, dead, fresh=True))
+
+
+def _to_ready(tables: Tables, chosen: ColumnElement[bool], *, fresh: bool) -> ReturningInsert[Any]:
+    """Delete the *chosen* parked rows and insert them as ready, in one statement."""
+    deliveries, parked = tables.deliveries, tables.parked
+    moved = (
+        delete(parked)
+        .where(chosen)
+        .returning(
+            parked.c.id,
+            parked.c.event_id,
+            literal(0, Integer).label("attempts") if fresh else parked.c.attempts,
+            (parked.c.claims + 1).label("claims") if fresh else parked.c.claims,
+            parked.c.lane,
+            parked.c.handler,
+            parked.c.key,
+            parked.c.last_error,
+        )
+        .cte("moved")
+    )
+    return (
+        insert(deliveries)
+        .from_select([c.name for c in moved.c], select(moved), include_defaults=False)
+        .returning(deliveries.c.lane, deliveries.c.id)
+    )

@@ -1,0 +1,213 @@
+"""The PostgreSQL store: the contract, spoken in this package's statements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from uuid import UUID
+
+from sqlalchemy import Connection, text
+
+from ...event import Event
+from ...tables import Tables
+from .. import base
+from ..base import Delivery, Exchange, Exchanged, LaneState, Lease, Live, Park, Parked, Ready, Taken
+from . import lanes, outcomes, pump
+from .publish import publish
+from .sql import array_literal
+
+
+class PostgreSQLStore:
+    """See :class:`~sqlalchemy_relaybus.stores.base.Store`."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
+
+    # -- publishing ----------------------------------------------------------------------------
+
+    def publish(self, connection: Connection, events: Sequence[base.NewEvent]) -> None:
+        publish(self.tables, connection, events)
+
+    # -- the worker's connection ---------------------------------------------------------------
+
+    def prepare(self, connection: Connection, *, lock_timeout: float, timeout: float) -> None:
+        # Generic plans, and no sequential scan: tables that were empty when a plan was made are
+        # not empty for ever. Compiling a statement just in time costs more than running it.
+        for setting, value in (
+            ("jit", "off"),
+            ("enable_seqscan", "off"),
+            ("enable_bitmapscan", "off"),
+            ("enable_hashjoin", "off"),
+            ("enable_mergejoin", "off"),
+            ("plan_cache_mode", "force_generic_plan"),
+            ("lock_timeout", f"{max(1, round(lock_timeout * 1000))}ms"),
+            ("statement_timeout", f"{max(1, round(timeout * 1000))}ms"),
+        ):
+            connection.execute(
+                text("SELECT set_config(:setting, :value, false)"),
+                {"setting": setting, "value": value},
+            )
+
+    # -- who is alive --------------------------------------------------------------------------
+
+    def enlist(
+        self, connection: Connection, holder: UUID, owner: str, handlers: Sequence[str], ttl: float
+    ) -> Live:
+        parameters = {"holder": holder, "owner": owner, "handlers": list(handlers), "ttl": ttl}
+        others = lanes.enlist(self.tables)(connection, parameters)
+        return Live(len(others) + 1, frozenset(name for (names,) in others for name in names))
+
+    def resign(self, connection: Connection, holder: UUID) -> None:
+        lanes.resign(self.tables)(connection, {"holder": holder})
+
+    # -- lanes ---------------------------------------------------------------------------------
+
+    def probe(self, connection: Connection) -> list[Ready]:
+        return [Ready(*row) for row in lanes.probe(self.tables)(connection, {})]
+
+    def take(
+        self,
+        connection: Connection,
+        holder: UUID,
+        wanted: Sequence[int],
+        limit: int,
+        lease_duration: float,
+    ) -> list[Taken]:
+        parameters = {
+            "lanes": array_literal(wanted),
+            "limit": limit,
+            "holder": holder,
+            "lease_duration": lease_duration,
+        }
+        with connection.begin():
+            taken = [
+                Taken(Lease(lane, epoch, version, address), started)
+                for lane, epoch, version, address, started in lanes.take(self.tables)(
+                    connection, parameters
+                )
+            ]
+            lost = [(lease.lane, id) for lease, started in taken for id in started]
+            if lost:
+                lanes.charge(self.tables)(
+                    connection,
+                    {
+                        "lanes": array_literal(lane for lane, _ in lost),
+                        "ids": array_literal(id for _, id in lost),
+                    },
+                )
+        return taken
+
+    def read_lanes(self, connection: Connection, wanted: Sequence[int]) -> dict[int, LaneState]:
+        return {
+            lane: LaneState(Lease(lane, epoch, version, address), holder, started, prefetched)
+            for lane, epoch, version, address, holder, started, prefetched in lanes.read_lanes(
+                self.tables
+            )(connection, {"lanes": array_literal(wanted)})
+        }
+
+    def relinquish(self, connection: Connection, holder: UUID, leases: Sequence[Lease]) -> set[int]:
+        parameters = {
+            "holder": holder,
+            "lanes": array_literal(lease.lane for lease in leases),
+            "epochs": array_literal(lease.epoch for lease in leases),
+            "versions": array_literal(lease.version for lease in leases),
+        }
+        return {lane for (lane,) in lanes.relinquish(self.tables)(connection, parameters)}
+
+    # -- the pump ------------------------------------------------------------------------------
+
+    def exchange(self, connection: Connection, holder: UUID, request: Exchange) -> Exchanged:
+        asked = {lane.lease.lane: lane.lease for lane in request.lanes}
+        kept = [*request.started, *request.prefetched]
+        parameters = {
+            "holder": holder,
+            "lanes": array_literal(asked),
+            "epochs": array_literal(lease.epoch for lease in asked.values()),
+            "versions": array_literal(lease.version for lease in asked.values()),
+            # an address is "(block,line)", whose comma must be quoted
+            "addresses": array_literal(f'"{lease.address}"' for lease in asked.values()),
+            "claim": array_literal(lane.claim for lane in request.lanes),
+            "write": array_literal(lane.write for lane in request.lanes),
+            "finished_lanes": array_literal(d.lane for d in request.finished),
+            "finished_ids": array_literal(d.id for d in request.finished),
+            "finished_claims": array_literal(d.claims for d in request.finished),
+            "kept_lanes": array_literal(d.lane for d in kept),
+            "kept_ids": array_literal(d.id for d in kept),
+            "kept_starts": array_literal(n < len(request.started) for n in range(len(kept))),
+            "handlers": list(request.handlers),
+            "limit": request.limit,
+            "per_lane": request.per_lane,
+            "room": request.room,
+            "lease_duration": request.lease_duration,
+        }
+        reply = Exchanged()
+        for row in pump.exchange(self.tables, request.careful)(connection, parameters):
+            id, lane, starts, claims, attempts, handler, key, event_id, type, payload = row[:10]
+            headers, sequence, created_at, fenced, addresses, removed, seen = row[10:]
+            if id is None:
+                for lane, address in zip(fenced or (), addresses or (), strict=True):
+                    lease = asked[lane]
+                    reply.leases[lane] = lease._replace(version=lease.version + 1, address=address)
+                reply.deleted = set(removed or ())
+                reply.locked = set(seen or ()) - reply.deleted
+                continue
+            event = None
+            if type is not None:
+                event = Event(event_id, type, payload, key, headers, sequence, created_at)
+            delivery = Delivery(id, lane, asked[lane].epoch, claims, attempts, handler, key, event)
+            (reply.startable if starts else reply.prefetched).append(delivery)
+        reply.startable.sort(key=_order)
+        reply.prefetched.sort(key=_order)
+        return reply
+
+    # -- outcomes ------------------------------------------------------------------------------
+
+    def complete(self, connection: Connection, holder: UUID, delivery: Delivery) -> bool:
+        parameters = {
+            "holder": holder,
+            "lane": delivery.lane,
+            "epoch": delivery.epoch,
+            "id": delivery.id,
+            "claims": delivery.claims,
+        }
+        return bool(outcomes.complete(self.tables)(connection, parameters))
+
+    def park(self, connection: Connection, holder: UUID, parks: Sequence[Park]) -> Parked:
+        each = [park.delivery for park in parks]
+        parameters = {
+            "holder": holder,
+            "lanes": array_literal(d.lane for d in each),
+            "epochs": array_literal(d.epoch for d in each),
+            "ids": array_literal(d.id for d in each),
+            "claims": array_literal(d.claims for d in each),
+            "charges": array_literal(park.charge for park in parks),
+            "delays": array_literal(park.delay for park in parks),
+            "blocks": array_literal(park.blocks for park in parks),
+            "statuses": [park.status for park in parks],
+            "errors": [park.error for park in parks],
+        }
+        parked: set[int] = set()
+        seen: set[int] = set()
+        for id, done in outcomes.park(self.tables)(connection, parameters):
+            (parked if done else seen).add(id)
+        return Parked(parked, seen - parked)
+
+    def promote(
+        self, connection: Connection, holder: UUID, leases: Iterable[Lease], limit: int
+    ) -> list[int]:
+        leases = list(leases)
+        parameters = {
+            "holder": holder,
+            "lanes": array_literal(lease.lane for lease in leases),
+            "epochs": array_literal(lease.epoch for lease in leases),
+            "limit": limit,
+        }
+        moved = outcomes.promote(self.tables)(connection, parameters)
+        return [lane for lane, _ in moved]
+
+    def requeue(self, connection: Connection, ids: Sequence[int]) -> set[int]:
+        moved = outcomes.requeue(self.tables)(connection, {"ids": array_literal(ids)})
+        return {id for _, id in moved}
+
+
+def _order(delivery: Delivery) -> tuple[int, int]:
+    return delivery.lane, delivery.id
