@@ -25,6 +25,9 @@ class Event:
     key: str | None
     sequence: int | None
     created_at: datetime | None
+    _text: str
+    _headers: str | None
+    _payload: Any
 
     def __init__(
         self,
@@ -60,12 +63,12 @@ class Event:
     @property
     def payload_text(self) -> str:
         """The payload's JSON text, as stored."""
-        return self._text  # type: ignore[no-any-return]
+        return self._text
 
     @property
     def headers_text(self) -> str | None:
         """The headers' JSON text, as stored; ``None`` where there are none."""
-        return self._headers  # type: ignore[no-any-return]
+        return self._headers
 
     @property
     def headers(self) -> Mapping[str, str]:

@@ -9,9 +9,9 @@ is refused, changing nothing, once either has moved on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 from uuid import UUID
 
 from sqlalchemy import Connection
@@ -62,7 +62,7 @@ class Ready(NamedTuple):
 class Delivery:
     """One delivery as claimed: an event on its way to one handler."""
 
-    __slots__ = ("attempts", "claims", "epoch", "event", "handler", "id", "key", "lane")
+    __slots__ = ("attempts", "claims", "epoch", "event", "handler", "hold", "id", "key", "lane")
 
     def __init__(
         self,
@@ -86,6 +86,8 @@ class Delivery:
         self.key = key
         #: ``None`` for an orphan: its event is gone
         self.event = event
+        #: where a worker keeps what it knows of the lane; nothing to the store
+        self.hold: Any = None
 
     def __repr__(self) -> str:
         return f"<Delivery {self.id} of {self.event!r} to {self.handler!r} on lane {self.lane}>"
@@ -240,6 +242,15 @@ class Store(Protocol):
 
     def relinquish(self, connection: Connection, holder: UUID, leases: Sequence[Lease]) -> set[int]:
         """Hand lanes back; the lanes that were still this holder's."""
+
+    def can_listen(self, connection: Connection) -> bool:
+        """Whether :meth:`listen` works over this connection."""
+
+    def listen(self, connection: Connection, stopped: Callable[[], bool]) -> Iterator[None]:
+        """Yield whenever something may have been published, until *stopped*."""
+
+    def notify(self, connection: Connection) -> None:
+        """Wake listeners when the caller's transaction commits."""
 
     def requeue(self, connection: Connection, ids: Sequence[int]) -> set[int]:
         """Give dead letters a fresh budget of attempts; the ids that were dead."""

@@ -241,6 +241,6 @@ def relinquish(tables: Tables) -> Prepared:
     return Prepared(
         update(lanes)
         .where(lanes.c.lane == locked.c.lane)
-        .values(holder=None, lease_expires_at=None, started=NO_IDS, prefetched=NO_IDS)
+        .values(holder=null(), lease_expires_at=null(), started=NO_IDS, prefetched=NO_IDS)
         .returning(lanes.c.lane)
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from uuid import UUID
 
 from sqlalchemy import Connection, text
@@ -12,6 +12,7 @@ from ...tables import Tables
 from .. import base
 from ..base import Delivery, Exchange, Exchanged, LaneState, Lease, Live, Park, Parked, Ready, Taken
 from . import lanes, outcomes, pump
+from .listen import can_listen, listen, notify
 from .publish import publish
 from .sql import array_literal
 
@@ -46,6 +47,17 @@ class PostgreSQLStore:
                 text("SELECT set_config(:setting, :value, false)"),
                 {"setting": setting, "value": value},
             )
+
+    # -- wake-ups ------------------------------------------------------------------------------
+
+    def can_listen(self, connection: Connection) -> bool:
+        return can_listen(connection)
+
+    def listen(self, connection: Connection, stopped: Callable[[], bool]) -> Iterator[None]:
+        return listen(self.tables, connection, stopped)
+
+    def notify(self, connection: Connection) -> None:
+        notify(self.tables, connection)
 
     # -- who is alive --------------------------------------------------------------------------
 

@@ -1,0 +1,1 @@
+"""Examples. Not part of the distribution."""

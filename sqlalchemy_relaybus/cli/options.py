@@ -1,0 +1,87 @@
+"""Options that the commands share, and the connection that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import click
+from sqlalchemy import Connection, Engine
+
+from sqlalchemy_relaybus.cli.errors import open_engine
+from sqlalchemy_relaybus.tables import DEFAULT_PREFIX, Tables, tables_for
+
+
+@dataclass(frozen=True)
+class Database:
+    """Where the tables are."""
+
+    url: str | None
+    schema: str | None
+    prefix: str
+
+    @property
+    def tables(self) -> Tables:
+        """Their metadata."""
+        return tables_for(self.schema, self.prefix)
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """Schema and prefix, as keyword arguments."""
+        return {"schema": self.schema, "prefix": self.prefix}
+
+    @contextmanager
+    def engine(self) -> Iterator[Engine]:
+        """An engine for the length of the block."""
+        if self.url is None:
+            raise click.UsageError(
+                "no database given: use --url or set RELAYBUS_URL, for example "
+                "postgresql+psycopg://user@host/database",
+                click.get_current_context(),
+            )
+        engine = open_engine(self.url)
+        try:
+            yield engine
+        finally:
+            engine.dispose()
+
+    @contextmanager
+    def connect(self) -> Iterator[Connection]:
+        """A connection for the length of the block. Nothing is committed at its end."""
+        with self.engine() as engine, engine.connect() as connection:
+            yield connection
+
+
+def where_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--schema`` and ``--prefix``; the command gets a ``database``."""
+
+    @click.option(
+        "--schema", envvar="RELAYBUS_SCHEMA", help="Schema of the tables [the search path's]."
+    )
+    @click.option(
+        "--prefix",
+        envvar="RELAYBUS_PREFIX",
+        default=DEFAULT_PREFIX,
+        show_default=True,
+        help="What the names of the tables begin with.",
+    )
+    @wraps(command)
+    def wrapped(*args: Any, schema: str | None, prefix: str, **options: Any) -> Any:
+        database = Database(options.pop("url", None), schema, prefix)
+        return command(*args, database=database, **options)
+
+    return wrapped
+
+
+def database_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--url``, ``--schema`` and ``--prefix``; the command gets a ``database``."""
+    with_url: Callable[..., Any] = click.option(
+        "--url", envvar="RELAYBUS_URL", help="URL of the database, as SQLAlchemy writes it."
+    )(where_options(command))
+    return with_url
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -1,0 +1,101 @@
+"""The worker: takes lanes, runs handlers, writes down how it went.
+
+One thread talks to the store (:mod:`.pump`), following rules about which lanes to hold
+(:mod:`.takeover`); handlers run in others (:mod:`.dispatch`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+from uuid import uuid4
+
+from sqlalchemy import Engine
+
+from ..bus import RelayBus
+from ..exc import ConfigurationError
+from ..schema import check_schema
+from ..settings import Settings
+from ..stores import store_for
+from .dispatch import Dispatcher
+from .pump import Pump
+from .transaction import Transactions
+from .wake import Listener
+
+__all__ = ["Worker"]
+
+log = logging.getLogger("sqlalchemy_relaybus.worker")
+
+
+class Worker:
+    """Runs a bus's handlers for the events in a database.
+
+    *engine* is a synchronous engine on the bus's database; the worker holds two of its connections
+    all the time and one for each transactional handler that runs. *settings* are those of
+    :class:`~sqlalchemy_relaybus.settings.Settings`, by name.
+    """
+
+    def __init__(
+        self,
+        bus: RelayBus,
+        engine: Engine,
+        settings: Settings | None = None,
+        **overrides: Any,
+    ) -> None:
+        if not bus.handlers:
+            raise ConfigurationError("the bus has no handlers, so a worker has nothing to do")
+        if not isinstance(engine, Engine):
+            raise TypeError(f"a worker needs a synchronous Engine, not {engine!r}")
+        if settings is not None and overrides:
+            raise ConfigurationError("give either settings or single ones by name, not both")
+        self._bus = bus
+        self._engine = engine
+        self._settings = settings if settings is not None else Settings.from_env({}, **overrides)
+        self._store = store_for(engine.dialect.name, bus.tables)
+        #: tells this worker's leases from those of any other, also of one with the same owner name
+        self._holder = uuid4()
+        self._stopping = threading.Event()
+        self._pump = Pump(engine, self._store, self._holder, bus.handlers, self._settings)
+        self._dispatcher = Dispatcher(
+            bus.handlers,
+            self._settings,
+            Transactions(engine, self._store, bus.tables, self._holder, bus.session_factory),
+            self._pump.report,
+        )
+        self._pump.attach(self._dispatcher)
+
+    def run(self) -> bool:
+        """Work until :meth:`stop`; whether everything that had started has ended by then.
+
+        Raises a :class:`SchemaError` if the database's tables do not fit.
+        """
+        with self._engine.connect() as connection:
+            check_schema(connection, self._bus.tables)
+        listener = Listener(self._engine, self._store, self._pump.hint)
+        if self._settings.listen:
+            listener.start()
+        log.info("worker %s runs %s", self._settings.owner, ", ".join(sorted(self._bus.handlers)))
+        try:
+            return self._pump.run()
+        finally:
+            listener.stop()
+            self._dispatcher.stop()
+            self._dispatcher.close()
+
+    def stop(self, grace: float | None = None) -> None:
+        """Ask :meth:`run` to end; from any thread, or a signal handler. Does not wait.
+
+        Nothing more is claimed or started. What runs gets *grace* seconds (default: the setting),
+        then coroutines are cancelled; whatever has not ended is given back and delivered again.
+        """
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        limit = self._settings.grace if grace is None else grace
+        threading.Thread(target=self._stop, args=(limit,), daemon=True).start()
+
+    def _stop(self, grace: float) -> None:
+        # in a thread of its own: a signal handler must not wait for locks
+        self._pump.stop(grace)
+        self._dispatcher.stop()

@@ -1,0 +1,261 @@
+"""Running handlers: which delivery may start, in which order, and what its end means.
+
+Deliveries of one handler and key form a *run*: they are executed one after another in the order in
+which they were claimed. When one of them does not complete, the rest of the run is given back and
+the pair of handler and key stays blocked until the pump has recorded the failure, from when on
+the store itself holds the followers back.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+from ..bus import Handler
+from ..event import Context
+from ..exc import Bury, LostLeaseError, Retry, Snooze
+from ..retry import exhausted
+from ..settings import Settings
+from ..stores.base import Delivery, Park
+from .loop import LoopExecutor
+from .threads import ThreadExecutor
+from .transaction import Transactions
+
+log = logging.getLogger("sqlalchemy_relaybus.worker")
+
+MAX_ERROR_LENGTH = 2_000
+
+#: done: to be deleted; gone: deleted already, in the handler's transaction; released: did not run
+#: or was aborted, to be given back uncharged; lost: not this worker's any more
+Kind = Literal["done", "gone", "released", "lost"]
+Pair: TypeAlias = tuple[str, str]
+
+
+class Outcome(NamedTuple):
+    """How a delivery ended: in one of the kinds, or to be parked."""
+
+    delivery: Delivery
+    end: Kind | Park
+
+
+class Job:
+    """What an executor runs at a time: one delivery, or the deliveries of one run in turn."""
+
+    __slots__ = ("abandoned", "deliveries", "handler", "pair")
+
+    def __init__(self, handler: Handler, pair: Pair | None, first: Delivery) -> None:
+        self.handler = handler
+        self.pair = pair
+        self.deliveries = deque((first,))
+        #: its time limit passed and its thread did not return: nobody waits for it any more
+        self.abandoned = False
+
+
+class Dispatcher:
+    """Hands deliveries to the executors and reports how each of them ended, exactly once."""
+
+    def __init__(
+        self,
+        handlers: Mapping[str, Handler],
+        settings: Settings,
+        transactions: Transactions,
+        report: Callable[[Sequence[Outcome]], None],
+    ) -> None:
+        self._handlers = handlers
+        self._report = report
+        self._transactions = transactions
+        self._lock = threading.Lock()
+        self._runs: dict[Pair, Job] = {}
+        self._blocked: set[Pair] = set()
+        self._stopping = False
+        self._loop = LoopExecutor(self, settings.concurrency)
+        self._plain = ThreadExecutor(self, "handler", settings.threads)
+        self._transactional = ThreadExecutor(self, "transaction", settings.pool_size)
+
+    # -- from the pump -------------------------------------------------------------------------
+
+    def submit(self, deliveries: Iterable[Delivery]) -> None:
+        """Run *deliveries*, which the store has recorded as started."""
+        jobs: list[Job] = []
+        refused: list[Delivery] = []
+        with self._lock:
+            for delivery in deliveries:
+                pair = None
+                if delivery.key is not None:
+                    pair = (delivery.handler, delivery.key)
+                    if pair in self._blocked:
+                        refused.append(delivery)
+                        continue
+                    run = self._runs.get(pair)
+                    if run is not None:
+                        run.deliveries.append(delivery)
+                        continue
+                job = Job(self._handlers[delivery.handler], pair, delivery)
+                if pair is not None:
+                    self._runs[pair] = job
+                jobs.append(job)
+        if refused:
+            self._report([Outcome(delivery, "released") for delivery in refused])
+        for executor in (self._loop, self._plain, self._transactional):
+            mine = [job for job in jobs if self._executor(job.handler) is executor]
+            if mine:
+                executor.submit(mine)
+
+    def _executor(self, handler: Handler) -> LoopExecutor | ThreadExecutor:
+        if handler.injection.is_async:
+            return self._loop
+        return self._transactional if handler.mode == "transactional" else self._plain
+
+    def unblock(self, pairs: Iterable[Pair]) -> None:
+        """The failures of *pairs* are recorded: their followers may be submitted again."""
+        with self._lock:
+            self._blocked.difference_update(pairs)
+
+    def expire(self, now: float) -> None:
+        """Give up on plain functions that run past their time limit."""
+        for executor in (self._plain, self._transactional):
+            for job, delivery in executor.expire(now):
+                error = TimeoutError(f"the handler ran longer than {job.handler.timeout:g} s")
+                log.warning("%r: %s; its thread is left behind", delivery, error)
+                self.conclude(job, delivery, error)
+
+    def stop(self) -> None:
+        """Start nothing more; what runs goes on."""
+        self._stopping = True
+        for executor in (self._loop, self._plain, self._transactional):
+            for job in executor.drain():
+                self._end_job(job, [])
+
+    def abort(self) -> None:
+        """Cancel the coroutines that still run. A thread cannot be cancelled."""
+        self._loop.abort()
+
+    def close(self) -> None:
+        """End the executors' threads that have nothing to do."""
+        self._loop.close()
+        self._plain.close()
+        self._transactional.close()
+
+    # -- from the executors --------------------------------------------------------------------
+
+    def following(self, job: Job) -> Delivery | None:
+        """The next delivery of *job* to run, or ``None`` at its end."""
+        with self._lock:
+            if not job.deliveries:
+                if job.pair is not None and self._runs.get(job.pair) is job:
+                    del self._runs[job.pair]
+                return None
+            delivery = job.deliveries.popleft()
+        # The lease counts from the moment that its last renewal was sent; after its end the lane
+        # may be somebody else's.
+        if self._stopping or not delivery.hold.live(time.monotonic()):
+            self.release(job, delivery)
+            return None
+        return delivery
+
+    def context(self, job: Job, delivery: Delivery) -> Context:
+        limit = job.handler.timeout
+        assert delivery.event is not None
+        return Context(
+            delivery.event.id,
+            delivery.handler,
+            delivery.attempts + 1,
+            delivery.epoch,
+            None if limit is None else time.monotonic() + limit,
+        )
+
+    def run(self, job: Job, delivery: Delivery) -> None:
+        """Call a plain function; raises what it raises."""
+        assert delivery.event is not None
+        handler, context = job.handler, self.context(job, delivery)
+        if handler.mode == "transactional":
+            self._transactions.run(handler, delivery, context)
+        else:
+            handler.injection.invoke(handler.function, delivery.event, context, None)
+
+    def conclude(self, job: Job, delivery: Delivery, error: BaseException | None) -> bool:
+        """Report how *delivery* ended; whether the job may go on with the next one."""
+        if error is None:
+            end: Kind = "gone" if job.handler.mode == "transactional" else "done"
+            self._report((Outcome(delivery, end),))
+            return True
+        if isinstance(error, LostLeaseError):
+            log.warning("%s", error)
+            self._end_job(job, [Outcome(delivery, "lost")])
+        else:
+            park = _park(job.handler, delivery, error)
+            _log_failure(delivery, park, error)
+            self._end_job(job, [Outcome(delivery, park)])
+        return False
+
+    def release(self, job: Job, delivery: Delivery) -> None:
+        """*delivery* did not run, or was aborted: give it and the rest of its run back."""
+        self._end_job(job, [Outcome(delivery, "released")])
+
+    def _end_job(self, job: Job, outcomes: list[Outcome]) -> None:
+        """Report *outcomes* and give back what is left of *job*, all at once.
+
+        From here on nothing of the same handler and key starts: the pump unblocks the pair when
+        it has taken note of all of them.
+        """
+        with self._lock:
+            outcomes += [Outcome(delivery, "released") for delivery in job.deliveries]
+            job.deliveries.clear()
+            if job.pair is not None:
+                self._blocked.add(job.pair)
+                if self._runs.get(job.pair) is job:
+                    del self._runs[job.pair]
+        self._report(outcomes)
+
+
+def _park(handler: Handler, delivery: Delivery, error: BaseException) -> Park:
+    """Where a delivery goes that did not complete."""
+    text = describe(error)
+    if isinstance(error, Snooze):
+        return Park(delivery, "snoozed", error.after, 0, None, True)
+    attempts = delivery.attempts + 1
+    if isinstance(error, Bury) or exhausted(handler.retry, attempts):
+        return bury(delivery, text, charge=1)
+    if isinstance(error, Retry):
+        delay = error.after
+    else:
+        delay = handler.retry.delay(attempts, random.random())
+    return Park(delivery, "retrying", delay, 1, text, True)
+
+
+def bury(delivery: Delivery, reason: str, *, charge: int) -> Park:
+    """To the dead letters. Later deliveries of its key do not wait for a dead one."""
+    return Park(delivery, "dead", None, charge, reason, False)
+
+
+def describe(error: BaseException) -> str:
+    """*error* in one storable text; also where its own text cannot be made."""
+    if isinstance(error, Bury):
+        text = error.reason
+    else:
+        try:
+            text = f"{type(error).__name__}: {error}"
+        except Exception as broken:
+            text = f"{type(error).__name__} (its text raised {type(broken).__name__})"
+    text = text.replace("\x00", "\\x00").encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= MAX_ERROR_LENGTH else text[: MAX_ERROR_LENGTH - 1] + "…"
+
+
+def _log_failure(delivery: Delivery, park: Park, error: BaseException) -> None:
+    if park.status == "dead":
+        log.error("%r is dead after %d attempts: %s", delivery, delivery.attempts + 1, park.error)
+    elif park.status == "retrying":
+        attempt = delivery.attempts + 1
+        log.warning(
+            "%r failed at attempt %d: %s; tried again in %.3g s",
+            delivery,
+            attempt,
+            park.error,
+            park.delay,
+            exc_info=error if log.isEnabledFor(logging.DEBUG) else None,
+        )

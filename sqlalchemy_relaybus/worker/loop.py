@@ -1,0 +1,118 @@
+"""Coroutine handlers run in an event loop in a thread of its own.
+
+A handler that blocks the loop holds up the other coroutines, but neither claims nor renewals:
+those are the pump's, in another thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .dispatch import Dispatcher, Job
+
+#: After so many jobs in a row that never waited, a slot lets others have the loop.
+_BREATHER = 50
+
+
+class LoopExecutor:
+    """At most *size* tasks that take jobs from one queue, each running many in turn.
+
+    A task a job would cost as much as the rest of a delivery.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, size: int) -> None:
+        self._dispatcher = dispatcher
+        self._size = size
+        self._jobs: deque[Job] = deque()
+        self._slots: set[asyncio.Task[None]] = set()
+        self._waiting = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._aborted = False
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._serve, name="relaybus-loop", daemon=True).start()
+        self._loop.call_soon_threadsafe(self._accept, jobs)
+
+    def _serve(self) -> None:
+        assert self._loop is not None
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _accept(self, jobs: Sequence[Job]) -> None:
+        assert self._loop is not None
+        self._jobs.extend(jobs)
+        for _ in range(min(len(self._jobs), self._size - len(self._slots))):
+            slot = self._loop.create_task(self._work())
+            self._slots.add(slot)
+            slot.add_done_callback(self._slots.discard)
+
+    async def _work(self) -> None:
+        breath = 0
+        while True:
+            try:
+                job = self._jobs.popleft()
+            except IndexError:
+                return
+            await self._run(job)
+            breath += 1
+            if breath % _BREATHER == 0:
+                await asyncio.sleep(0)
+
+    async def _run(self, job: Job) -> None:
+        dispatcher = self._dispatcher
+        handler = job.handler
+        invoke, function, limit = handler.injection.invoke, handler.function, handler.timeout
+        while (delivery := dispatcher.following(job)) is not None:
+            error: BaseException | None = None
+            context = dispatcher.context(job, delivery)
+            try:
+                if limit is None:
+                    await invoke(function, delivery.event, context, None)  # type: ignore[arg-type]
+                else:
+                    async with asyncio.timeout(limit) as clock:
+                        await invoke(function, delivery.event, context, None)  # type: ignore[arg-type]
+            except asyncio.CancelledError as raised:
+                task = asyncio.current_task()
+                if self._aborted and task is not None and task.cancelling():
+                    task.uncancel()
+                    dispatcher.release(job, delivery)
+                    return
+                error = raised  # the handler's own doing
+            except BaseException as raised:  # whatever it is, it ends this attempt only
+                error = raised
+                if isinstance(raised, TimeoutError) and limit is not None and clock.expired():
+                    error = TimeoutError(f"the handler ran longer than {limit:g} s")
+            if not dispatcher.conclude(job, delivery, error):
+                return
+
+    def drain(self) -> list[Job]:
+        """Take back the jobs that no task has begun. From any thread."""
+        jobs = []
+        while self._jobs:
+            try:
+                jobs.append(self._jobs.popleft())
+            except IndexError:
+                break
+        return jobs
+
+    def abort(self) -> None:
+        """Cancel what runs; each is reported as released once it has ended."""
+
+        def cancel() -> None:
+            self._aborted = True
+            for slot in self._slots:
+                slot.cancel()
+
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(cancel)
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)

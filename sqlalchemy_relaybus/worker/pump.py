@@ -1,0 +1,610 @@
+"""The pump: the one thread of a worker that talks to the store about its lanes.
+
+It has one statement outstanding at a time. While it waits for a reply, handlers run what earlier
+replies brought; what they report meanwhile goes with the next statement. Nothing that a handler
+does can keep it from renewing the leases.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from uuid import UUID
+
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import DBAPIError, InterfaceError
+
+from ..bus import Handler
+from ..exc import LostLeaseError
+from ..retry import exhausted
+from ..settings import Settings
+from ..stores.base import Delivery, Exchange, Exchanged, LaneRequest, Park, Store
+from .dispatch import Dispatcher, Outcome, bury
+from .takeover import Hold, Holds
+
+log = logging.getLogger("sqlalchemy_relaybus.worker")
+
+#: Lanes served by one exchange: as few as fill the batch (a lane's row is written each time).
+LEAST_LANES = 4
+MOST_LANES = 64
+#: Longest wait between tries to reach the database, seconds.
+MAX_RECONNECT = 5.0
+#: SQLSTATEs of a statement that waited too long for a lock, or was cancelled: it did nothing.
+_TIMED_OUT = frozenset({"55P03", "57014"})
+#: How often plain functions are checked against their time limits, seconds.
+_EXPIRY_CHECK = 0.05
+
+
+class Pump:
+    """Claims, completes, parks and renews, until it is told to stop and all is handed back."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: Store,
+        holder: UUID,
+        handlers: Mapping[str, Handler],
+        settings: Settings,
+    ) -> None:
+        self._engine = engine
+        self._store = store
+        self._holder = holder
+        self._handlers = handlers
+        self._settings = settings
+        self._holds = Holds(engine, store, holder, handlers, settings)
+        self._dispatcher: Dispatcher | None = None
+        self._timed = any(
+            handler.timeout is not None and not handler.injection.is_async
+            for handler in handlers.values()
+        )
+
+        self._signal = threading.Event()
+        self._inbox: deque[Sequence[Outcome]] = deque()
+        self._enough = 1  # reports that are worth waking up for
+        self._hinted = False
+        self._stop_by: float | None = None
+        self._aborted = False
+
+        self._finished: dict[int, Delivery] = {}
+        self._parks: dict[int, Park] = {}
+        self._park_at = 0.0
+        self._running = 0  # started and not concluded
+        self._prefetched = 0
+        self._width = LEAST_LANES
+        self._careful = False
+        self._unsure: tuple[Exchange, list[Delivery]] | None = None
+
+        self._enlist_at = 0.0
+        self._look_at = 0.0
+        self._look_pause = settings.poll_interval
+        self._hungry = True  # the last exchange claimed something, so there may be more
+        self._minor_since: float | None = None
+
+    def attach(self, dispatcher: Dispatcher) -> None:
+        """Where claimed deliveries are run; it reports to :meth:`report`."""
+        self._dispatcher = dispatcher
+
+    # -- from other threads --------------------------------------------------------------------
+
+    def report(self, outcomes: Sequence[Outcome]) -> None:
+        """Tell how deliveries ended. What is told together is taken note of together."""
+        self._inbox.append(outcomes)
+        if len(self._inbox) >= self._enough and not self._signal.is_set():
+            self._signal.set()
+
+    def hint(self) -> None:
+        """There may be new work: look now rather than at the next poll."""
+        self._hinted = True
+        self._signal.set()
+
+    def stop(self, grace: float) -> None:
+        """Claim nothing more, let running handlers end within *grace* seconds, hand all back."""
+        if self._stop_by is None:
+            self._stop_by = time.monotonic() + grace
+        self._signal.set()
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def run(self) -> bool:
+        """Pump until stopped; whether everything that had started has ended by then."""
+        failures = 0
+        while True:
+            reached = False
+            try:
+                with self._engine.connect().execution_options(
+                    isolation_level="AUTOCOMMIT"
+                ) as connection:
+                    self._store.prepare(
+                        connection,
+                        lock_timeout=min(1.0, self._settings.lease_duration / 10),
+                        timeout=self._settings.lease_duration / 4,
+                    )
+                    self._settle(connection)
+                    if failures:
+                        log.warning("reached the database again")
+                    reached = True
+                    return self._serve(connection)
+            except (DBAPIError, InterfaceError, OSError) as error:
+                failures = 1 if reached else failures + 1
+                if self._stop_by is not None and time.monotonic() >= self._stop_by:
+                    log.error("stopping without the database; leases run out by themselves")
+                    return False
+                pause = min(MAX_RECONNECT, 0.1 * 2 ** min(failures, 10)) * random.uniform(0.5, 1)
+                log.warning(
+                    "the database failed (%s); trying again in %.1f s", _first_line(error), pause
+                )
+                self._wait(pause)
+
+    def _serve(self, connection: Connection) -> bool:
+        while True:
+            self._signal.clear()
+            now = time.monotonic()
+            self._collect(now)
+            self._expire(now)
+            if self._parks and now >= self._park_at:
+                self._park(connection)
+            if now >= self._enlist_at:
+                self._holds.enlist(connection)
+                self._enlist_at = now + self._settings.lease_duration / 3
+            if self._stop_by is None:
+                self._look(connection, now)
+            elif self._stopped(now):
+                return self._end(connection)
+            wait = self._exchange_if_due(connection)
+            if self._stop_by is None:
+                self._holds.hand_back(connection)
+            if wait > 0:
+                self._wait(wait)
+
+    def _wait(self, seconds: float) -> None:
+        if len(self._inbox) < self._enough:
+            self._signal.wait(seconds)
+        self._enough = 1
+
+    # -- what handlers reported ----------------------------------------------------------------
+
+    def _collect(self, now: float) -> None:
+        """Take note of what ended. No exchange is outstanding.
+
+        Whatever did not complete blocks its handler and key in the dispatcher. A failure is
+        unblocked once it is recorded. One that is given back at once: its followers were refused
+        or given back too, and from the next exchange on all of them are claimed in order again.
+        """
+        unblocked: list[Delivery] = []
+        while self._inbox:
+            for delivery, end in self._inbox.popleft():
+                self._running -= 1
+                hold: Hold = delivery.hold
+                hold.worked_at = now
+                if end == "done" or end == "gone":
+                    if hold.lost:
+                        if end == "done":
+                            log.warning("%s", LostLeaseError(delivery.lane, delivery.id))
+                    elif end == "gone":
+                        hold.started.pop(delivery.id, None)
+                    else:
+                        self._finished[delivery.id] = delivery
+                    continue
+                self._drop_followers(hold, delivery)
+                if hold.lost or not isinstance(end, Park):
+                    hold.started.pop(delivery.id, None)
+                    hold.ready = True
+                    unblocked.append(delivery)
+                    if isinstance(end, Park):
+                        log.warning("%s", LostLeaseError(delivery.lane, delivery.id))
+                else:
+                    self._parks[delivery.id] = end
+                    self._park_at = now
+        self._unblock(unblocked)
+
+    def _drop_followers(self, hold: Hold, head: Delivery) -> None:
+        """Give back what was claimed ahead of the same handler and key."""
+        if head.key is None or not hold.prefetched:
+            return
+        before = len(hold.prefetched)
+        hold.prefetched = deque(
+            each for each in hold.prefetched if each.key != head.key or each.handler != head.handler
+        )
+        self._prefetched -= before - len(hold.prefetched)
+
+    def _unblock(self, deliveries: Iterable[Delivery]) -> None:
+        assert self._dispatcher is not None
+        self._dispatcher.unblock(
+            (delivery.handler, delivery.key) for delivery in deliveries if delivery.key is not None
+        )
+
+    def _expire(self, now: float) -> None:
+        if self._timed:
+            assert self._dispatcher is not None
+            self._dispatcher.expire(now)
+
+    # -- failures ------------------------------------------------------------------------------
+
+    def _park(self, connection: Connection) -> None:
+        """Record failures before the next exchange is sent.
+
+        That order keeps the order of keys: an exchange sent after the failure was recorded finds
+        the followers held back by the store, and none is outstanding meanwhile.
+        """
+        parks = list(self._parks.values())
+        try:
+            self._record(connection, parks)
+        except DBAPIError as error:
+            if error.connection_invalidated or _sqlstate(error) in _TIMED_OUT:
+                raise
+            # one that the store refuses must not keep the others from being recorded
+            for park in parks:
+                try:
+                    self._record(connection, [park])
+                except DBAPIError as single:
+                    if single.connection_invalidated:
+                        raise
+                    log.error(
+                        "%r could not be recorded as %s (%s); trying again",
+                        park.delivery,
+                        park.status,
+                        _first_line(single),
+                    )
+        if self._parks:
+            self._park_at = time.monotonic() + 0.25
+
+    def _record(self, connection: Connection, parks: list[Park]) -> None:
+        parked, locked = self._store.park(connection, self._holder, parks)
+        ended = [park for park in parks if park.delivery.id not in locked]
+        for park in ended:
+            delivery = park.delivery
+            del self._parks[delivery.id]
+            delivery.hold.started.pop(delivery.id, None)
+            delivery.hold.ready = True
+            if delivery.id not in parked:
+                log.warning("%s", LostLeaseError(delivery.lane, delivery.id))
+            if park.delay is not None:
+                self._look_at = min(self._look_at, time.monotonic() + park.delay)
+        self._unblock(park.delivery for park in ended)
+
+    # -- looking for work ----------------------------------------------------------------------
+
+    def _look(self, connection: Connection, now: float) -> None:
+        room = self._room > 0
+        starved = self._hungry and room and not self._holds.any_ready
+        if not (starved or self._hinted or now >= self._look_at):
+            return
+        self._hinted = False
+        work, soonest = self._holds.look(connection, all=room)
+        self._hungry = work
+        if work:
+            self._look_pause = self._settings.poll_interval
+        else:
+            self._look_pause = min(self._look_pause * 2, self._settings.max_poll_interval)
+        # jitter keeps the workers from looking all at once
+        pause = self._look_pause * random.uniform(0.75, 1.0)
+        if soonest is not None:
+            pause = min(pause, max(soonest, 0.001))
+        self._look_at = time.monotonic() + pause
+
+    # -- the exchange --------------------------------------------------------------------------
+
+    @property
+    def _slots(self) -> int:
+        """How many more deliveries may start."""
+        return max(0, self._settings.concurrency - self._running)
+
+    @property
+    def _room(self) -> int:
+        """How many more deliveries to claim."""
+        settings = self._settings
+        most = settings.concurrency + settings.prefetch - self._running - self._prefetched
+        return max(0, min(settings.batch, most))
+
+    def _exchange_if_due(self, connection: Connection) -> float:
+        """Exchange, if there is reason enough to; how long to wait otherwise, seconds."""
+        now = time.monotonic()
+        settings = self._settings
+        stopping = self._stop_by is not None
+        room, slots = (0, 0) if stopping else (self._room, self._slots)
+        claims = room > 0 and self._holds.any_ready
+        starts = slots > 0 and self._prefetched > 0
+        renew_at = min((hold.renew_at for hold in self._holds), default=now + 3600)
+        if (
+            renew_at <= now
+            or len(self._finished) * 2 >= settings.batch
+            or (claims and room * 4 >= min(settings.batch, settings.concurrency))
+            or (starts and slots * 4 >= settings.concurrency)
+            or (not self._running and (claims or starts or self._finished))
+        ):
+            self._exchange(connection)
+            return 0.0
+        if self._finished or claims or starts:
+            # not much: wait a little for more to go along
+            if self._minor_since is None:
+                self._minor_since = now
+            ripe = self._minor_since + settings.completion_window
+            if now >= ripe:
+                self._exchange(connection)
+                return 0.0
+            self._enough = max(1, min(self._running, settings.batch // 2 - len(self._finished)))
+            return ripe - now
+        wake = min(renew_at, self._enlist_at)
+        if not stopping:
+            wake = min(wake, self._look_at)
+        elif self._stop_by is not None:
+            wake = min(wake, now + 0.05)
+        if self._parks:
+            wake = min(wake, self._park_at)
+        if self._timed and self._running:
+            wake = min(wake, now + _EXPIRY_CHECK)
+        return max(0.0005, wake - now)
+
+    def _exchange(self, connection: Connection) -> None:
+        request, promoted, claiming = self._request()
+        self._minor_since = None
+        if not request.lanes:
+            return
+        sent = time.monotonic()
+        self._unsure = request, promoted
+        try:
+            reply = self._store.exchange(connection, self._holder, request)
+        except DBAPIError as error:
+            if _sqlstate(error) not in _TIMED_OUT or error.connection_invalidated:
+                raise  # the outcome is unknown, or the connection is of no use
+            # it did nothing: somebody has locked a row of ours
+            self._unsure = None
+            self._put_back(promoted)
+            self._careful = True
+            log.warning("somebody else holds a lock on this worker's rows: stepping over them")
+            return
+        self._unsure = None
+        self._renewed(reply, sent)
+        suspects = [
+            lane.lease.lane
+            for lane in request.lanes
+            if lane.write and lane.lease.lane not in reply.leases
+        ]
+        if suspects:
+            self._verify(connection, suspects)
+        self._completed(request, reply)
+        self._start(promoted, reply)
+        self._claimed(reply, request, claiming)
+        self._careful = self._careful and bool(reply.locked or suspects)
+
+    def _request(self) -> tuple[Exchange, list[Delivery], list[Hold]]:
+        now = time.monotonic()
+        settings = self._settings
+        stopping = self._stop_by is not None
+        room, slots = (0, 0) if stopping else (self._room, self._slots)
+        holds: dict[int, tuple[Hold, bool, bool]] = {}  # claim, write
+        claiming = self._holds.choose(self._width) if room else []
+        for hold in claiming:
+            holds[hold.lease.lane] = hold, True, False
+
+        def write(hold: Hold) -> None:
+            lane = hold.lease.lane
+            holds[lane] = hold, lane in holds and holds[lane][1], True
+
+        finished = [d for d in self._finished.values() if not d.hold.lost]
+        for delivery in finished:
+            write(delivery.hold)
+        # what was claimed ahead may start before anything new does: that keeps the order of keys
+        promoted: list[Delivery] = []
+        for hold in self._holds:
+            if now >= hold.renew_at:
+                write(hold)
+            while hold.prefetched and len(promoted) < slots:
+                delivery = hold.prefetched.popleft()
+                hold.started[delivery.id] = delivery
+                promoted.append(delivery)
+                write(hold)
+        self._prefetched -= len(promoted)
+        self._running += len(promoted)
+        asked = [hold for hold, _, _ in holds.values()]
+        request = Exchange(
+            lanes=[LaneRequest(hold.lease, claim, must) for hold, claim, must in holds.values()],
+            finished=finished,
+            started=[
+                delivery
+                for hold in asked
+                for id, delivery in hold.started.items()
+                if id not in self._finished
+            ],
+            prefetched=[delivery for hold in asked for delivery in hold.prefetched],
+            handlers=list(self._handlers),
+            limit=room,
+            per_lane=max(1, -(-room // max(1, len(claiming)))),
+            room=0 if self._prefetched else max(0, slots - len(promoted)),
+            lease_duration=settings.lease_duration,
+            careful=self._careful,
+        )
+        return request, promoted, claiming
+
+    def _renewed(self, reply: Exchanged, sent: float) -> None:
+        for lane, lease in reply.leases.items():
+            hold = self._holds.get(lane)
+            if hold is not None:
+                hold.renewed(lease, sent, self._settings.lease_duration)
+
+    def _completed(self, request: Exchange, reply: Exchanged) -> None:
+        """The finished deliveries whose lanes were fenced are over, deleted or refused."""
+        for delivery in request.finished:
+            if delivery.lane not in reply.leases or delivery.id in reply.locked:
+                continue
+            self._finished.pop(delivery.id, None)
+            delivery.hold.started.pop(delivery.id, None)
+            if delivery.id not in reply.deleted:
+                log.warning("%s", LostLeaseError(delivery.lane, delivery.id))
+
+    def _start(self, promoted: list[Delivery], reply: Exchanged) -> None:
+        """Run what this exchange recorded as started; put the rest back."""
+        assert self._dispatcher is not None
+        recorded = [d for d in promoted if d.lane in reply.leases]
+        if recorded:
+            self._dispatcher.submit(recorded)
+        self._put_back([d for d in promoted if d.lane not in reply.leases])
+
+    def _put_back(self, promoted: list[Delivery]) -> None:
+        for delivery in reversed(promoted):
+            self._running -= 1
+            hold: Hold = delivery.hold
+            if not hold.lost:
+                hold.started.pop(delivery.id, None)
+                hold.prefetched.appendleft(delivery)
+                self._prefetched += 1
+
+    def _claimed(self, reply: Exchanged, request: Exchange, claiming: list[Hold]) -> None:
+        assert self._dispatcher is not None
+        now = time.monotonic()
+        counts = dict.fromkeys((hold.lease.lane for hold in claiming), 0)
+        start: list[Delivery] = []
+        for deliveries, starts in ((reply.startable, True), (reply.prefetched, False)):
+            for delivery in deliveries:
+                counts[delivery.lane] += 1
+                hold = self._holds.get(delivery.lane)
+                if hold is None:
+                    continue  # lost meanwhile
+                delivery.hold = hold
+                hold.worked_at = now
+                if (park := self._unfit(delivery)) is not None:
+                    hold.started[delivery.id] = delivery
+                    self._parks[delivery.id] = park
+                    self._park_at = now
+                elif starts:
+                    hold.started[delivery.id] = delivery
+                    start.append(delivery)
+                else:
+                    hold.prefetched.append(delivery)
+                    self._prefetched += 1
+        self._running += len(start)
+        total = sum(counts.values())
+        for hold in claiming:
+            full = counts[hold.lease.lane] >= request.per_lane
+            hold.ready = full or total >= request.limit
+        if total:
+            self._hungry = True
+        if total < request.limit and self._holds.any_ready:
+            self._width = min(self._width * 2, MOST_LANES)
+        elif total >= request.limit:
+            self._width = max(LEAST_LANES, self._width - 1)
+        if start:
+            self._dispatcher.submit(start)
+
+    def _unfit(self, delivery: Delivery) -> Park | None:
+        """Why a claimed delivery is buried instead of run."""
+        if delivery.event is None:
+            return bury(delivery, "its event is gone from the events table", charge=0)
+        if exhausted(self._handlers[delivery.handler].retry, delivery.attempts):
+            reason = f"{delivery.attempts} attempts are used up; in the last, its worker died"
+            return bury(delivery, reason, charge=0)
+        return None
+
+    # -- unknown outcomes ----------------------------------------------------------------------
+
+    def _verify(self, connection: Connection, lanes: Iterable[int]) -> None:
+        """Lanes that an exchange should have written and did not: lost, locked or moved?"""
+        wanted = list(lanes)
+        stored = self._store.read_lanes(connection, wanted)
+        for lane in wanted:
+            hold = self._holds.get(lane)
+            if hold is None:
+                continue
+            state = stored.get(lane)
+            if (
+                state is not None
+                and state.holder == self._holder
+                and state.lease.epoch == hold.lease.epoch
+                and state.lease.version == hold.lease.version
+            ):
+                # still ours: its row has moved, or somebody has it locked
+                hold.lease = state.lease
+            else:
+                self._lose(lane)
+
+    def _settle(self, connection: Connection) -> None:
+        """On a new connection: find out what the last exchange on the old one did.
+
+        Of each lane it asked for the stored version is the one it named: it did not happen and is
+        sent again; or one more: it committed, so what it was to delete is gone and what it claimed
+        and never told us is given back by the next exchange. Anything else: the lane is lost.
+        """
+        request, promoted = self._unsure or (None, [])
+        self._unsure = None
+        lanes = [hold.lease.lane for hold in self._holds]
+        if not lanes:
+            return
+        stored = self._store.read_lanes(connection, lanes)
+        asked = {lane.lease.lane for lane in request.lanes} if request is not None else set()
+        committed: set[int] = set()
+        for lane in lanes:
+            hold = self._holds.get(lane)
+            assert hold is not None
+            state = stored.get(lane)
+            if (
+                state is None
+                or state.holder != self._holder
+                or state.lease.epoch != hold.lease.epoch
+            ):
+                self._lose(lane)
+            elif state.lease.version == hold.lease.version:
+                hold.lease = state.lease
+            elif lane in asked and state.lease.version == hold.lease.version + 1:
+                hold.lease = state.lease
+                hold.ready = True
+                committed.add(lane)
+            else:
+                self._lose(lane)
+        if request is None:
+            return
+        for delivery in request.finished:
+            if delivery.lane in committed:
+                self._finished.pop(delivery.id, None)
+                delivery.hold.started.pop(delivery.id, None)
+        # Recorded as started or not: they were not handed to the dispatcher, and before anything
+        # later of their keys they are offered again.
+        self._put_back(promoted)
+
+    def _lose(self, lane: int) -> None:
+        hold = self._holds.lose(lane)
+        self._prefetched -= len(hold.prefetched)
+        hold.prefetched.clear()
+        unblocked = []
+        for id in hold.started:
+            self._finished.pop(id, None)
+            if (park := self._parks.pop(id, None)) is not None:
+                unblocked.append(park.delivery)
+        self._unblock(unblocked)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def _stopped(self, now: float) -> bool:
+        """Whether nothing runs any more, or what runs has had its time."""
+        assert self._dispatcher is not None and self._stop_by is not None
+        if not self._running and not self._finished and not self._parks:
+            return True
+        if now < self._stop_by:
+            return False
+        if not self._aborted:
+            # coroutines can be cancelled: wait a moment for them to be reported
+            self._aborted = True
+            self._dispatcher.abort()
+            self._stop_by = now + min(1.0, self._settings.grace / 4 + 0.1)
+            return False
+        return True
+
+    def _end(self, connection: Connection) -> bool:
+        left = self._running
+        self._holds.hand_back(connection, everything=True)
+        self._store.resign(connection, self._holder)
+        if left:
+            log.error("stopped with %d handlers still running; they are delivered again", left)
+        return not left
+
+
+def _sqlstate(error: DBAPIError) -> str | None:
+    return getattr(error.orig, "sqlstate", None)
+
+
+def _first_line(error: BaseException) -> str:
+    original = getattr(error, "orig", None) or error
+    return str(original).strip().split("\n", 1)[0] or type(original).__name__

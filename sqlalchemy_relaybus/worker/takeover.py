@@ -1,0 +1,256 @@
+"""Which lanes a worker holds: finding work, taking lanes, sharing them, handing them back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from uuid import UUID
+
+from sqlalchemy import Connection, Engine
+
+from ..lanes import LANES
+from ..settings import Settings
+from ..stores.base import Delivery, Lease, Store
+
+log = logging.getLogger("sqlalchemy_relaybus.worker")
+
+#: Lanes taken at first; twice as many each time while there are more with work.
+FIRST_TAKE = 4
+#: For how long a lane is left to others whose first delivery is for a handler that they have.
+REST = 1.0
+
+
+class Hold:
+    """What a worker knows of a lane that it holds."""
+
+    __slots__ = (
+        "deadline",
+        "draining",
+        "lease",
+        "lost",
+        "prefetched",
+        "ready",
+        "renew_at",
+        "started",
+        "worked_at",
+    )
+
+    def __init__(self, lease: Lease, sent: float, lease_duration: float) -> None:
+        self.lease = lease
+        #: what may run, by id; an entry stays until its end is confirmed
+        self.started: dict[int, Delivery] = {}
+        #: what is claimed ahead, in claim order
+        self.prefetched: deque[Delivery] = deque()
+        #: there may be more to claim
+        self.ready = True
+        #: claim nothing more, hand it back once it is empty
+        self.draining = False
+        self.lost = False
+        self.worked_at = sent
+        self.renewed(lease, sent, lease_duration)
+
+    def renewed(self, lease: Lease, sent: float, lease_duration: float) -> None:
+        """The lease was written by a statement sent at *sent* (monotonic seconds).
+
+        The database set its end later than that, so this deadline is never too late.
+        """
+        self.lease = lease
+        self.deadline = sent + lease_duration
+        self.renew_at = sent + lease_duration / 3
+
+    def live(self, now: float) -> bool:
+        """Whether a delivery of this lane may start now."""
+        return not self.lost and now < self.deadline
+
+    @property
+    def empty(self) -> bool:
+        return not self.started and not self.prefetched
+
+
+class Holds:
+    """The lanes that a worker holds, and the rules for having more or fewer."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: Store,
+        holder: UUID,
+        handlers: Iterable[str],
+        settings: Settings,
+    ) -> None:
+        # the takeover's two statements need a snapshot each
+        self._engine = engine.execution_options(isolation_level="READ COMMITTED")
+        self._store = store
+        self._holder = holder
+        self._handlers = frozenset(handlers)
+        self._settings = settings
+        self._lanes: dict[int, Hold] = {}
+        self._rotation: deque[int] = deque()
+        self._resting: dict[int, float] = {}
+        self._growth = FIRST_TAKE
+        self._workers = 1
+        self._elsewhere: frozenset[str] = frozenset()
+
+    def __iter__(self) -> Iterator[Hold]:
+        return iter(self._lanes.values())
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def get(self, lane: int) -> Hold | None:
+        return self._lanes.get(lane)
+
+    def lose(self, lane: int) -> Hold:
+        """The lane is somebody else's: forget it. What it had in flight is not ours any more."""
+        hold = self._lanes.pop(lane)
+        hold.lost = True
+        log.warning(
+            "lost the lease on lane %d with %d deliveries started: whoever holds it runs them again",
+            lane,
+            len(hold.started),
+        )
+        return hold
+
+    # -- the worker's place among others -------------------------------------------------------
+
+    def enlist(self, connection: Connection) -> None:
+        """Say that this worker is alive, and see who else is."""
+        live = self._store.enlist(
+            connection,
+            self._holder,
+            self._settings.owner,
+            sorted(self._handlers),
+            self._settings.lease_duration,
+        )
+        self._workers = live.workers
+        self._elsewhere = live.elsewhere
+        self._share()
+
+    def _share(self) -> None:
+        """Let go of lanes beyond an even share, those with the least in flight first."""
+        surplus = len(self._lanes) - self._most
+        if surplus <= 0:
+            return
+        spare = sorted(self._lanes.values(), key=lambda hold: len(hold.started))
+        for hold in spare[:surplus]:
+            hold.draining = True
+
+    @property
+    def _most(self) -> int:
+        return -(-LANES // self._workers)
+
+    # -- finding and taking --------------------------------------------------------------------
+
+    def look(self, connection: Connection, *, all: bool) -> tuple[bool, float | None]:
+        """Look for work: mark held lanes that have some, take others that nobody holds.
+
+        *all*: there is room for more than the held lanes give. Otherwise lanes are still taken, a
+        few at a time, so that none waits for ever behind busy ones. Returns whether anything was
+        found, and in how many seconds the next parked delivery is due.
+        """
+        now = time.monotonic()
+        self._resting = {lane: end for lane, end in self._resting.items() if end > now}
+        found = self._store.probe(connection)
+        wanted: set[int] = set()
+        due: list[Lease] = []
+        soonest: float | None = None
+        work = False
+        for lane, handler, wait, free in found:
+            hold = self._lanes.get(lane)
+            if wait > 0:
+                soonest = wait if soonest is None else min(soonest, wait)
+            elif hold is not None:
+                if handler is None:
+                    due.append(hold.lease)
+                elif handler not in self._handlers and handler in self._elsewhere:
+                    # others cannot have what is in front of it as long as we hold the lane
+                    hold.draining = True
+                elif not hold.draining:
+                    work = work or not hold.ready
+                    hold.ready = True
+            elif free and lane not in self._resting:
+                wanted.add(lane)
+        if due:
+            lanes = self._store.promote(connection, self._holder, due, self._settings.batch)
+            for lane in lanes:
+                work = True
+                if (hold := self._lanes.get(lane)) is not None:
+                    hold.ready = True
+        if wanted:
+            work = self._take(sorted(wanted), all=all) or work
+        else:
+            self._growth = FIRST_TAKE
+        return work, soonest
+
+    def _take(self, wanted: list[int], *, all: bool) -> bool:
+        limit = min(self._growth if all else FIRST_TAKE, self._most - len(self._lanes))
+        if limit <= 0:
+            return False
+        # workers that look at the same time begin at different places
+        start = (self._holder.int + len(self._lanes)) % len(wanted)
+        wanted = (wanted[start:] + wanted[:start])[:limit]
+        sent = time.monotonic()
+        with self._engine.connect() as connection:
+            taken = self._store.take(
+                connection, self._holder, wanted, limit, self._settings.lease_duration
+            )
+        for lease, charged in taken:
+            self._lanes[lease.lane] = Hold(lease, sent, self._settings.lease_duration)
+            self._rotation.append(lease.lane)
+            if charged:
+                log.warning(
+                    "took over lane %d, whose holder died or stalled with %d deliveries started",
+                    lease.lane,
+                    len(charged),
+                )
+        if all:
+            self._growth = min(self._growth * 2, LANES)
+        return bool(taken)
+
+    def choose(self, most: int) -> list[Hold]:
+        """At most *most* of the lanes to claim from, the longest unserved first."""
+        chosen: list[Hold] = []
+        for _ in range(len(self._rotation)):
+            lane = self._rotation.popleft()
+            hold = self._lanes.get(lane)
+            if hold is None:
+                continue
+            self._rotation.append(lane)
+            if hold.ready and not hold.draining:
+                chosen.append(hold)
+                if len(chosen) == most:
+                    break
+        return chosen
+
+    @property
+    def any_ready(self) -> bool:
+        return any(hold.ready and not hold.draining for hold in self._lanes.values())
+
+    # -- handing back --------------------------------------------------------------------------
+
+    def hand_back(self, connection: Connection, *, everything: bool = False) -> None:
+        """Hand back lanes that are to be left or have run nothing for a while.
+
+        *everything*: also what is in flight; for the end.
+        """
+        now = time.monotonic()
+        linger = self._settings.lane_linger
+        leaving = [
+            hold
+            for hold in self._lanes.values()
+            if everything
+            or (
+                hold.empty
+                and (hold.draining or (not hold.ready and now - hold.worked_at >= linger))
+            )
+        ]
+        if not leaving:
+            return
+        for hold in leaving:
+            hold.lost = True  # whatever the answer: nothing of it starts any more
+            del self._lanes[hold.lease.lane]
+            if hold.draining:
+                self._resting[hold.lease.lane] = now + REST
+        self._store.relinquish(connection, self._holder, [hold.lease for hold in leaving])
