@@ -23,6 +23,7 @@ from .exc import (
     as_seconds,
 )
 from .inject import Injection, resolve
+from .notify import Waker
 from .retry import MAX_DELAY, Exponential, RetryPolicy
 from .session import SessionHook, publish_on_connection
 from .stores.base import NewEvent
@@ -55,6 +56,9 @@ class RelayBus:
     say where they are. *unrouted* says what becomes of an event that no handler takes: ``"error"``
     refuses it, ``"store"`` keeps it without deliveries. *session_factory* makes the sessions of
     transactional handlers that name none; without one, a plain ``Session`` on the worker's engine.
+    *wake*: after a session's commit, hint to idle workers that there is something new, from a
+    thread with a connection of its own; without it, and for events that are published on a
+    ``Connection``, they notice at their next look.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class RelayBus:
         prefix: str = DEFAULT_PREFIX,
         unrouted: Literal["error", "store"] = "error",
         session_factory: Callable[..., Session] | None = None,
+        wake: bool = True,
     ) -> None:
         if unrouted not in ("error", "store"):
             raise ConfigurationError(f"unrouted must be 'error' or 'store', not {unrouted!r}")
@@ -72,7 +77,7 @@ class RelayBus:
         self._session_factory = session_factory
         self._handlers: dict[str, Handler] = {}
         self._routes: dict[str, tuple[str, ...]] = {}
-        self._hook = SessionHook(self._tables)
+        self._hook = SessionHook(self._tables, Waker(self._tables) if wake else None)
 
     @property
     def tables(self) -> Tables:

@@ -139,7 +139,7 @@ def _ints_fit(value: object) -> bool:
 
 
 def _explain(value: Any, path: str, above: list[int]) -> None:
-    """Raise the :class:`PayloadError` for the first thing wrong in *value*; return if there is none.
+    """Raise the :class:`PayloadError` for the first thing wrong in *value*; or return.
 
     *above* holds the ids of the containers that *value* is in.
     """

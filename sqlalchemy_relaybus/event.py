@@ -13,9 +13,10 @@ class Event:
     """Something that happened, as published. Immutable.
 
     ``payload`` is decoded from its JSON text on first access and is this event's own copy.
-    ``sequence`` numbers the events of one ``key`` in the order in which they were committed; a
-    number is never used twice, but some may be left out. It and ``created_at`` (the database's clock) are known once the event has been read back, so both
-    are ``None`` on the event that ``publish()`` returns.
+    ``sequence`` numbers the events of one ``key`` in the order in which they were committed; no
+    number is used twice, but some may be left out. It and ``created_at`` (the database's clock)
+    are known once the event has been read back, so both are ``None`` on the event that
+    ``publish()`` returns.
     """
 
     __slots__ = ("_headers", "_payload", "_text", "created_at", "id", "key", "sequence", "type")

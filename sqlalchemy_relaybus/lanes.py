@@ -50,7 +50,7 @@ def lane_of(key: str) -> int:
 
 
 def lane_of_event(id: UUID) -> int:
-    """The lane, 0 to 255, of an event without a key: ``lane_of(str(id))``, at a third of its cost."""
+    """The lane, 0 to 255, of an event without a key: ``lane_of(str(id))``, at a third the cost."""
     a, b, c, d, e, f, g, h, i, j, k, m, n, o, p, q = id.bytes
     row, dash = _HEX, _HEX_DASH
     state = dash[d][row[c][row[b][row[a][_START]]]]

@@ -11,13 +11,14 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from sqlalchemy import Column, Connection, Integer, MetaData, Table, event, inspect
+from sqlalchemy import Column, Connection, Engine, Integer, MetaData, Table, event, inspect
 from sqlalchemy.orm import Session, UOWTransaction, registry, scoped_session, sessionmaker
 
 from .exc import ConfigurationError
+from .notify import Waker
 from .stores import store_for
 from .stores.base import NewEvent
 from .tables import Tables
@@ -49,23 +50,37 @@ def _map_pending() -> None:
 class SessionHook:
     """One bus's hook on sessions. Two buses on one session each take only their own events."""
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: Tables, waker: Waker | None) -> None:
         self._tables = tables
+        self._waker = waker
         self._classes: weakref.WeakSet[type[Session]] = weakref.WeakSet()
+        #: sessions that wrote events in their present transaction, and through which engine
+        self._written: weakref.WeakKeyDictionary[Session, Engine] = weakref.WeakKeyDictionary()
+
+    @property
+    def _listeners(self) -> tuple[tuple[str, Callable[..., None]], ...]:
+        listeners: tuple[tuple[str, Callable[..., None]], ...] = (
+            ("before_flush", self._before_flush),
+        )
+        if self._waker is not None:
+            listeners += (("after_commit", self._after_commit),)
+        return listeners
 
     def attach(self, target: Any) -> None:
         owner = _owner(target)
         if isinstance(owner, type):
             self._classes.add(owner)
-        if not event.contains(owner, "before_flush", self._before_flush):
-            event.listen(owner, "before_flush", self._before_flush)
+        for name, listener in self._listeners:
+            if not event.contains(owner, name, listener):
+                event.listen(owner, name, listener)
 
     def detach(self, target: Any) -> None:
         owner = _owner(target)
         if isinstance(owner, type):
             self._classes.discard(owner)
-        if event.contains(owner, "before_flush", self._before_flush):
-            event.remove(owner, "before_flush", self._before_flush)
+        for name, listener in self._listeners:
+            if event.contains(owner, name, listener):
+                event.remove(owner, name, listener)
 
     def publish(self, session: Session, new: NewEvent) -> None:
         """Queue *new* on *session*."""
@@ -93,6 +108,17 @@ class SessionHook:
     def _write(self, session: Session, events: Sequence[NewEvent]) -> None:
         connection = session.connection(bind_arguments={"clause": self._tables.events})
         publish_on_connection(self._tables, connection, events)
+        if self._waker is not None:
+            self._written[session] = connection.engine
+
+    def _after_commit(self, session: Session) -> None:
+        # It fires when a savepoint is released too, and where the transaction around a test's
+        # session is rolled back later: then the hint finds nothing.
+        if self._waker is None or session.in_nested_transaction():
+            return
+        engine = self._written.pop(session, None)
+        if engine is not None:
+            self._waker.wake(engine)
 
 
 def _owner(target: Any) -> Any:

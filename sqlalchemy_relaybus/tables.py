@@ -84,9 +84,7 @@ class Tables:
         self.deliveries = Table(
             name("deliveries"),
             self.metadata,
-            Column(
-                "id", BigInteger, nullable=False, server_default=self.delivery_id.next_value()
-            ),
+            Column("id", BigInteger, nullable=False, server_default=self.delivery_id.next_value()),
             Column("event_id", Uuid, nullable=False),  # no foreign key: retention checks instead
             Column("attempts", Integer, nullable=False, server_default=text("0")),
             # bumped whenever a claim ends without deleting the row: an older run of the same
@@ -108,9 +106,7 @@ class Tables:
         self.parked = Table(
             name("parked"),
             self.metadata,
-            Column(
-                "id", BigInteger, nullable=False, server_default=self.delivery_id.next_value()
-            ),
+            Column("id", BigInteger, nullable=False, server_default=self.delivery_id.next_value()),
             Column("event_id", Uuid, nullable=False),
             # when the holder moves the row back to the deliveries; null: not by itself
             Column("available_at", _TIMESTAMP),

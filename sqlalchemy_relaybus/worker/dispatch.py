@@ -240,7 +240,7 @@ def describe(error: BaseException) -> str:
     else:
         try:
             text = f"{type(error).__name__}: {error}"
-        except Exception as broken:
+        except Exception as broken:  # noqa: BLE001 - a text from the application, of any kind
             text = f"{type(error).__name__} (its text raised {type(broken).__name__})"
     text = text.replace("\x00", "\\x00").encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= MAX_ERROR_LENGTH else text[: MAX_ERROR_LENGTH - 1] + "…"

@@ -85,7 +85,7 @@ class LoopExecutor:
                     dispatcher.release(job, delivery)
                     return
                 error = raised  # the handler's own doing
-            except BaseException as raised:  # whatever it is, it ends this attempt only
+            except BaseException as raised:  # noqa: BLE001 - it ends this attempt only
                 error = raised
                 if isinstance(raised, TimeoutError) and limit is not None and clock.expired():
                     error = TimeoutError(f"the handler ran longer than {limit:g} s")

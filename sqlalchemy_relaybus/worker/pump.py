@@ -579,7 +579,8 @@ class Pump:
 
     def _stopped(self, now: float) -> bool:
         """Whether nothing runs any more, or what runs has had its time."""
-        assert self._dispatcher is not None and self._stop_by is not None
+        assert self._dispatcher is not None
+        assert self._stop_by is not None
         if not self._running and not self._finished and not self._parks:
             return True
         if now < self._stop_by:

@@ -107,7 +107,7 @@ class Holds:
         hold = self._lanes.pop(lane)
         hold.lost = True
         log.warning(
-            "lost the lease on lane %d with %d deliveries started: whoever holds it runs them again",
+            "lost the lease on lane %d with %d deliveries started; its holder runs them again",
             lane,
             len(hold.started),
         )

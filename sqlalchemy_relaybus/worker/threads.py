@@ -83,7 +83,7 @@ class ThreadExecutor:
             error: BaseException | None = None
             try:
                 dispatcher.run(job, delivery)
-            except BaseException as raised:  # whatever it is, it ends this attempt only
+            except BaseException as raised:  # noqa: BLE001 - it ends this attempt only
                 error = raised
             if limit is None:
                 del self._running[me]
