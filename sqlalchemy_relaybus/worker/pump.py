@@ -483,10 +483,11 @@ class Pump:
             hold.ready = full or total >= request.limit
         if total:
             self._hungry = True
-        if total < request.limit and self._holds.any_ready:
+        # every lane served costs a write of its row, now and when its deliveries finish
+        if total >= request.limit:
+            self._width = max(LEAST_LANES, self._width // 2)
+        elif total * 2 < request.limit and self._holds.any_ready:
             self._width = min(self._width * 2, MOST_LANES)
-        elif total >= request.limit:
-            self._width = max(LEAST_LANES, self._width - 1)
         if start:
             self._dispatcher.submit(start)
 

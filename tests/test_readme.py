@@ -1,0 +1,52 @@
+"""The README does what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.processes import Process
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_quick_start_runs(empty_database_url: str, tmp_path: Path) -> None:
+    program, commands = blocks("python")[0], blocks("sh")[0].splitlines()
+    assert len(program.splitlines()) < 30
+    (tmp_path / "shop.py").write_text(program)
+    scripts = str(Path(sys.executable).parent)
+    environment = {
+        **os.environ,
+        "RELAYBUS_URL": empty_database_url,
+        "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
+    }
+    *before, worker = commands
+    for command in before:
+        subprocess.run(
+            shlex.split(command), cwd=tmp_path, env=environment, check=True, capture_output=True
+        )
+    with Process(shlex.split(worker), cwd=tmp_path, env=environment) as process:
+        process.wait_for_line("confirmed: tea")
+        process.terminate()
+        assert process.wait() == 0
+
+
+def test_the_handlers_can_be_registered() -> None:
+    namespace: dict[str, object] = {"__name__": "readme"}
+    exec(compile(blocks("python")[1], "README.md", "exec"), namespace)
+    assert set(namespace["bus"].handlers) == {"stock.reserve", "shop.ship"}  # type: ignore[attr-defined]
+
+
+def test_the_test_command_is_the_one_that_the_build_runs() -> None:
+    commands = blocks("sh")[1].split("\n")
+    assert "make test" in commands
+    assert "make test" in (ROOT / ".ci" / "run").read_text().splitlines()
