@@ -35,6 +35,10 @@ MOST_LANES = 64
 MAX_RECONNECT = 5.0
 #: SQLSTATEs of a statement that waited too long for a lock, or was cancelled: it did nothing.
 _TIMED_OUT = frozenset({"55P03", "57014"})
+#: How long to wait before a row that somebody else has locked is tried again, seconds.
+RETRY_LOCKED = 0.25
+#: For how long exchanges step over locked rows after one was met, seconds.
+CAREFUL = 1.0
 #: How often plain functions are checked against their time limits, seconds.
 _EXPIRY_CHECK = 0.05
 
@@ -75,13 +79,15 @@ class Pump:
         self._running = 0  # started and not concluded
         self._prefetched = 0
         self._width = LEAST_LANES
-        self._careful = False
+        self._careful_until = 0.0
+        self._locked: dict[int, Delivery] = {}  # finished, and locked by somebody else
+        self._retry_locked_at = 0.0
         self._unsure: tuple[Exchange, list[Delivery]] | None = None
 
         self._enlist_at = 0.0
         self._look_at = 0.0
         self._look_pause = settings.poll_interval
-        self._hungry = True  # the last exchange claimed something, so there may be more
+        self._hungry = True  # something was claimed since the last look: there may be more
         self._minor_since: float | None = None
 
     def attach(self, dispatcher: Dispatcher) -> None:
@@ -274,14 +280,11 @@ class Pump:
         if not (starved or self._hinted or now >= self._look_at):
             return
         self._hinted = False
-        work, soonest = self._holds.look(connection, all=room)
-        self._hungry = work
-        if work:
-            self._look_pause = self._settings.poll_interval
-        else:
-            self._look_pause = min(self._look_pause * 2, self._settings.max_poll_interval)
+        soonest = self._holds.look(connection, all=room)
+        self._hungry = False
         # jitter keeps the workers from looking all at once
         pause = self._look_pause * random.uniform(0.75, 1.0)
+        self._look_pause = min(self._look_pause * 2, self._settings.max_poll_interval)
         if soonest is not None:
             pause = min(pause, max(soonest, 0.001))
         self._look_at = time.monotonic() + pause
@@ -305,6 +308,9 @@ class Pump:
         now = time.monotonic()
         settings = self._settings
         stopping = self._stop_by is not None
+        if self._locked and now >= self._retry_locked_at:
+            self._finished.update(self._locked)
+            self._locked.clear()
         room, slots = (0, 0) if stopping else (self._room, self._slots)
         claims = room > 0 and self._holds.any_ready
         starts = slots > 0 and self._prefetched > 0
@@ -335,6 +341,8 @@ class Pump:
             wake = min(wake, now + 0.05)
         if self._parks:
             wake = min(wake, self._park_at)
+        if self._locked:
+            wake = min(wake, self._retry_locked_at)
         if self._timed and self._running:
             wake = min(wake, now + _EXPIRY_CHECK)
         return max(0.0005, wake - now)
@@ -354,7 +362,7 @@ class Pump:
             # it did nothing: somebody has locked a row of ours
             self._unsure = None
             self._put_back(promoted)
-            self._careful = True
+            self._careful_until = time.monotonic() + CAREFUL
             log.warning("somebody else holds a lock on this worker's rows: stepping over them")
             return
         self._unsure = None
@@ -369,7 +377,6 @@ class Pump:
         self._completed(request, reply)
         self._start(promoted, reply)
         self._claimed(reply, request, claiming)
-        self._careful = self._careful and bool(reply.locked or suspects)
 
     def _request(self) -> tuple[Exchange, list[Delivery], list[Hold]]:
         now = time.monotonic()
@@ -416,7 +423,7 @@ class Pump:
             per_lane=max(1, -(-room // max(1, len(claiming)))),
             room=0 if self._prefetched else max(0, slots - len(promoted)),
             lease_duration=settings.lease_duration,
-            careful=self._careful,
+            careful=now < self._careful_until,
         )
         return request, promoted, claiming
 
@@ -429,9 +436,14 @@ class Pump:
     def _completed(self, request: Exchange, reply: Exchanged) -> None:
         """The finished deliveries whose lanes were fenced are over, deleted or refused."""
         for delivery in request.finished:
-            if delivery.lane not in reply.leases or delivery.id in reply.locked:
+            if delivery.lane not in reply.leases:
                 continue
             self._finished.pop(delivery.id, None)
+            if delivery.id in reply.locked:
+                self._locked[delivery.id] = delivery
+                self._retry_locked_at = time.monotonic() + RETRY_LOCKED
+                self._careful_until = self._retry_locked_at + CAREFUL
+                continue
             delivery.hold.started.pop(delivery.id, None)
             if delivery.id not in reply.deleted:
                 log.warning("%s", LostLeaseError(delivery.lane, delivery.id))
@@ -466,6 +478,7 @@ class Pump:
                     continue  # lost meanwhile
                 delivery.hold = hold
                 hold.worked_at = now
+                hold.fruitful = True
                 if (park := self._unfit(delivery)) is not None:
                     hold.started[delivery.id] = delivery
                     self._parks[delivery.id] = park
@@ -483,6 +496,7 @@ class Pump:
             hold.ready = full or total >= request.limit
         if total:
             self._hungry = True
+            self._look_pause = self._settings.poll_interval
         # every lane served costs a write of its row, now and when its deliveries finish
         if total >= request.limit:
             self._width = max(LEAST_LANES, self._width // 2)
@@ -504,6 +518,7 @@ class Pump:
 
     def _verify(self, connection: Connection, lanes: Iterable[int]) -> None:
         """Lanes that an exchange should have written and did not: lost, locked or moved?"""
+        now = time.monotonic()
         wanted = list(lanes)
         stored = self._store.read_lanes(connection, wanted)
         for lane in wanted:
@@ -519,6 +534,9 @@ class Pump:
             ):
                 # still ours: its row has moved, or somebody has it locked
                 hold.lease = state.lease
+                if now < self._careful_until:
+                    hold.renew_at = now + RETRY_LOCKED
+                    self._careful_until = hold.renew_at + CAREFUL
             else:
                 self._lose(lane)
 
@@ -531,6 +549,7 @@ class Pump:
         """
         request, promoted = self._unsure or (None, [])
         self._unsure = None
+        self._holds.drop_strays(connection)
         lanes = [hold.lease.lane for hold in self._holds]
         if not lanes:
             return
@@ -572,6 +591,7 @@ class Pump:
         unblocked = []
         for id in hold.started:
             self._finished.pop(id, None)
+            self._locked.pop(id, None)
             if (park := self._parks.pop(id, None)) is not None:
                 unblocked.append(park.delivery)
         self._unblock(unblocked)
@@ -582,7 +602,7 @@ class Pump:
         """Whether nothing runs any more, or what runs has had its time."""
         assert self._dispatcher is not None
         assert self._stop_by is not None
-        if not self._running and not self._finished and not self._parks:
+        if not (self._running or self._finished or self._locked or self._parks):
             return True
         if now < self._stop_by:
             return False

@@ -18,7 +18,7 @@ log = logging.getLogger("sqlalchemy_relaybus.worker")
 
 #: Lanes taken at first; twice as many each time while there are more with work.
 FIRST_TAKE = 4
-#: For how long a lane is left to others whose first delivery is for a handler that they have.
+#: For how long a lane is left alone that others have handlers for, or that gave nothing, seconds.
 REST = 1.0
 
 
@@ -28,6 +28,7 @@ class Hold:
     __slots__ = (
         "deadline",
         "draining",
+        "fruitful",
         "lease",
         "lost",
         "prefetched",
@@ -47,6 +48,8 @@ class Hold:
         self.ready = True
         #: claim nothing more, hand it back once it is empty
         self.draining = False
+        #: something was claimed from it
+        self.fruitful = False
         self.lost = False
         self.worked_at = sent
         self.renewed(lease, sent, lease_duration)
@@ -143,12 +146,12 @@ class Holds:
 
     # -- finding and taking --------------------------------------------------------------------
 
-    def look(self, connection: Connection, *, all: bool) -> tuple[bool, float | None]:
+    def look(self, connection: Connection, *, all: bool) -> float | None:
         """Look for work: mark held lanes that have some, take others that nobody holds.
 
         *all*: there is room for more than the held lanes give. Otherwise lanes are still taken, a
-        few at a time, so that none waits for ever behind busy ones. Returns whether anything was
-        found, and in how many seconds the next parked delivery is due.
+        few at a time, so that none waits for ever behind busy ones. Returns in how many seconds
+        the next parked delivery is due.
         """
         now = time.monotonic()
         self._resting = {lane: end for lane, end in self._resting.items() if end > now}
@@ -156,7 +159,6 @@ class Holds:
         wanted: set[int] = set()
         due: list[Lease] = []
         soonest: float | None = None
-        work = False
         for lane, handler, wait, free in found:
             hold = self._lanes.get(lane)
             if wait > 0:
@@ -168,26 +170,24 @@ class Holds:
                     # others cannot have what is in front of it as long as we hold the lane
                     hold.draining = True
                 elif not hold.draining:
-                    work = work or not hold.ready
                     hold.ready = True
             elif free and lane not in self._resting:
                 wanted.add(lane)
         if due:
             lanes = self._store.promote(connection, self._holder, due, self._settings.batch)
             for lane in lanes:
-                work = True
                 if (hold := self._lanes.get(lane)) is not None:
                     hold.ready = True
         if wanted:
-            work = self._take(sorted(wanted), all=all) or work
+            self._take(sorted(wanted), all=all)
         else:
             self._growth = FIRST_TAKE
-        return work, soonest
+        return soonest
 
-    def _take(self, wanted: list[int], *, all: bool) -> bool:
+    def _take(self, wanted: list[int], *, all: bool) -> None:
         limit = min(self._growth if all else FIRST_TAKE, self._most - len(self._lanes))
         if limit <= 0:
-            return False
+            return
         # workers that look at the same time begin at different places
         start = (self._holder.int + len(self._lanes)) % len(wanted)
         wanted = (wanted[start:] + wanted[:start])[:limit]
@@ -207,7 +207,6 @@ class Holds:
                 )
         if all:
             self._growth = min(self._growth * 2, LANES)
-        return bool(taken)
 
     def choose(self, most: int) -> list[Hold]:
         """At most *most* of the lanes to claim from, the longest unserved first."""
@@ -251,6 +250,23 @@ class Holds:
         for hold in leaving:
             hold.lost = True  # whatever the answer: nothing of it starts any more
             del self._lanes[hold.lease.lane]
-            if hold.draining:
+            if hold.draining or not hold.fruitful:
                 self._resting[hold.lease.lane] = now + REST
-        self._store.relinquish(connection, self._holder, [hold.lease for hold in leaving])
+        leases = [hold.lease for hold in leaving]
+        if len(self._store.relinquish(connection, self._holder, leases)) < len(leases):
+            self.drop_strays(connection)
+
+    def drop_strays(self, connection: Connection) -> None:
+        """Hand back lanes that the store lists as this worker's and the worker does not know of.
+
+        The reply to a take or to a hand-back was lost. Nobody takes a lane from its own holder,
+        so nobody would serve these.
+        """
+        stored = self._store.read_lanes(connection, range(LANES))
+        strays = [
+            state.lease
+            for lane, state in stored.items()
+            if state.holder == self._holder and lane not in self._lanes
+        ]
+        if strays:
+            self._store.relinquish(connection, self._holder, strays)
