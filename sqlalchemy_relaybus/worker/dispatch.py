@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from ..bus import Handler
 from ..event import Context
 from ..exc import Bury, LostLeaseError, Retry, Snooze
-from ..retry import exhausted
+from ..retry import MAX_DELAY, exhausted
 from ..settings import Settings
 from ..stores.base import Delivery, Park
 from .loop import LoopExecutor
@@ -29,10 +29,13 @@ from .transaction import Transactions
 log = logging.getLogger("sqlalchemy_relaybus.worker")
 
 MAX_ERROR_LENGTH = 2_000
+#: Wait before the next attempt where the handler's retry policy itself fails, seconds.
+_FALLBACK_DELAY = 60.0
 
 #: done: to be deleted; gone: deleted already, in the handler's transaction; released: did not run
-#: or was aborted, to be given back uncharged; lost: not this worker's any more
-Kind = Literal["done", "gone", "released", "lost"]
+#: or was aborted, to be given back uncharged; refused: likewise, because something before it blocks
+#: its key; lost: not this worker's any more
+Kind = Literal["done", "gone", "released", "refused", "lost"]
 Pair: TypeAlias = tuple[str, str]
 
 
@@ -100,7 +103,7 @@ class Dispatcher:
                     self._runs[pair] = job
                 jobs.append(job)
         if refused:
-            self._report([Outcome(delivery, "released") for delivery in refused])
+            self._report([Outcome(delivery, "refused") for delivery in refused])
         for executor in (self._loop, self._plain, self._transactional):
             mine = [job for job in jobs if self._executor(job.handler) is executor]
             if mine:
@@ -176,7 +179,9 @@ class Dispatcher:
         if handler.mode == "transactional":
             self._transactions.run(handler, delivery, context)
         else:
-            handler.injection.invoke(handler.function, delivery.event, context, None)
+            check_result(
+                handler, handler.injection.invoke(handler.function, delivery.event, context, None)
+            )
 
     def conclude(self, job: Job, delivery: Delivery, error: BaseException | None) -> bool:
         """Report how *delivery* ended; whether the job may go on with the next one."""
@@ -217,15 +222,25 @@ def _park(handler: Handler, delivery: Delivery, error: BaseException) -> Park:
     """Where a delivery goes that did not complete."""
     text = describe(error)
     if isinstance(error, Snooze):
-        return Park(delivery, "snoozed", error.after, 0, None, True)
+        return Park(delivery, "snoozed", _storable(error.after), 0, None, True)
     attempts = delivery.attempts + 1
-    if isinstance(error, Bury) or exhausted(handler.retry, attempts):
-        return bury(delivery, text, charge=1)
-    if isinstance(error, Retry):
-        delay = error.after
-    else:
-        delay = handler.retry.delay(attempts, random.random())
-    return Park(delivery, "retrying", delay, 1, text, True)
+    try:
+        if isinstance(error, Bury) or exhausted(handler.retry, attempts):
+            return bury(delivery, text, charge=1)
+        if isinstance(error, Retry):
+            delay = error.after
+        else:
+            delay = float(handler.retry.delay(attempts, random.random()))
+    except Exception:
+        # a policy of the application's own; the failure must be recorded all the same
+        log.exception("the retry policy of handler %r failed", handler.name)
+        delay = _FALLBACK_DELAY
+    return Park(delivery, "retrying", _storable(delay), 1, text, True)
+
+
+def _storable(delay: float) -> float:
+    """*delay* within what a store can add to the present."""
+    return min(delay, MAX_DELAY) if delay > 0 else 0.0  # NaN: at once
 
 
 def bury(delivery: Delivery, reason: str, *, charge: int) -> Park:

@@ -7,6 +7,7 @@ those are the pump's, in another thread.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .dispatch import Dispatcher, Job
+
+log = logging.getLogger("sqlalchemy_relaybus.worker")
 
 #: After so many jobs in a row that never waited, a slot lets others have the loop.
 _BREATHER = 50
@@ -30,9 +33,9 @@ class LoopExecutor:
         self._size = size
         self._jobs: deque[Job] = deque()
         self._slots: set[asyncio.Task[None]] = set()
-        self._waiting = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._aborted = False
+        self._closed = False
 
     def submit(self, jobs: Sequence[Job]) -> None:
         if self._loop is None:
@@ -43,7 +46,14 @@ class LoopExecutor:
     def _serve(self) -> None:
         assert self._loop is not None
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        while not self._closed:
+            try:
+                self._loop.run_forever()
+            except BaseException:
+                # SystemExit in a task that a handler made goes through the loop; the others go on
+                log.exception("a task of a handler ended the event loop; it goes on")
+        if not asyncio.all_tasks(self._loop):
+            self._loop.close()
 
     def _accept(self, jobs: Sequence[Job]) -> None:
         assert self._loop is not None
@@ -54,11 +64,16 @@ class LoopExecutor:
             slot.add_done_callback(self._slots.discard)
 
     async def _work(self) -> None:
+        me = asyncio.current_task()
+        assert me is not None
         breath = 0
         while True:
             try:
                 job = self._jobs.popleft()
             except IndexError:
+                # here and not when the loop calls back: jobs accepted in between would find no
+                # free slot and wait for one that has ended
+                self._slots.discard(me)
                 return
             await self._run(job)
             breath += 1
@@ -114,5 +129,6 @@ class LoopExecutor:
             self._loop.call_soon_threadsafe(cancel)
 
     def close(self) -> None:
-        if self._loop is not None:
+        self._closed = True
+        if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from uuid import UUID
 
 from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import DBAPIError, InterfaceError
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from ..bus import Handler
 from ..exc import LostLeaseError
@@ -39,6 +40,10 @@ _TIMED_OUT = frozenset({"55P03", "57014"})
 RETRY_LOCKED = 0.25
 #: For how long exchanges step over locked rows after one was met, seconds.
 CAREFUL = 1.0
+#: How long what somebody else has locked is left alone, seconds.
+_LOCKED = 0.25
+#: How long locked rows are stepped over once one was met, seconds.
+_CAREFUL = 5.0
 #: How often plain functions are checked against their time limits, seconds.
 _EXPIRY_CHECK = 0.05
 
@@ -110,7 +115,8 @@ class Pump:
     def stop(self, grace: float) -> None:
         """Claim nothing more, let running handlers end within *grace* seconds, hand all back."""
         if self._stop_by is None:
-            self._stop_by = time.monotonic() + grace
+            # cancelled coroutines get the last moments of it to end
+            self._stop_by = time.monotonic() + grace - min(1.0, grace / 4)
         self._signal.set()
 
     # -- the thread ----------------------------------------------------------------------------
@@ -119,7 +125,7 @@ class Pump:
         """Pump until stopped; whether everything that had started has ended by then."""
         failures = 0
         while True:
-            reached = False
+            reached: float | None = None
             try:
                 with self._engine.connect().execution_options(
                     isolation_level="AUTOCOMMIT"
@@ -132,10 +138,13 @@ class Pump:
                     self._settle(connection)
                     if failures:
                         log.warning("reached the database again")
-                    reached = True
+                    reached = time.monotonic()
+                    self._enlist_at = 0.0
                     return self._serve(connection)
-            except (DBAPIError, InterfaceError, OSError) as error:
-                failures = 1 if reached else failures + 1
+            except (DBAPIError, PoolTimeoutError, OSError) as error:
+                # one that fails again and again after a good start is no better than none
+                lasted = time.monotonic() - reached if reached is not None else 0.0
+                failures = 1 if lasted > MAX_RECONNECT else failures + 1
                 if self._stop_by is not None and time.monotonic() >= self._stop_by:
                     log.error("stopping without the database; leases run out by themselves")
                     return False
@@ -176,12 +185,18 @@ class Pump:
     def _collect(self, now: float) -> None:
         """Take note of what ended. No exchange is outstanding.
 
-        Whatever did not complete blocks its handler and key in the dispatcher. A failure is
-        unblocked once it is recorded. One that is given back at once: its followers were refused
-        or given back too, and from the next exchange on all of them are claimed in order again.
+        Whatever did not complete blocks its handler and key in the dispatcher. A failure, with
+        the followers that are told together with it, is unblocked once it is recorded. One that is
+        given back at once: its followers were refused or given back too, and from the next
+        exchange on all of them are claimed in order again.
         """
+        if self._held_up and now >= self._held_up_until:
+            self._finished.update(self._held_up)
+            self._held_up.clear()
         unblocked: list[Delivery] = []
         while self._inbox:
+            ended: list[Delivery] = []
+            failed = False
             for delivery, end in self._inbox.popleft():
                 self._running -= 1
                 hold: Hold = delivery.hold
@@ -195,16 +210,23 @@ class Pump:
                     else:
                         self._finished[delivery.id] = delivery
                     continue
+                if end == "refused":
+                    # whatever blocks its key makes the lane ready again when it is recorded
+                    hold.started.pop(delivery.id, None)
+                    continue
                 self._drop_followers(hold, delivery)
                 if hold.lost or not isinstance(end, Park):
                     hold.started.pop(delivery.id, None)
                     hold.ready = True
-                    unblocked.append(delivery)
+                    ended.append(delivery)
                     if isinstance(end, Park):
                         log.warning("%s", LostLeaseError(delivery.lane, delivery.id))
                 else:
                     self._parks[delivery.id] = end
                     self._park_at = now
+                    failed = True
+            if not failed:  # else its key stays blocked until the failure is recorded
+                unblocked += ended
         self._unblock(unblocked)
 
     def _drop_followers(self, hold: Hold, head: Delivery) -> None:
@@ -256,7 +278,10 @@ class Pump:
                         _first_line(single),
                     )
         if self._parks:
-            self._park_at = time.monotonic() + 0.25
+            self._park_at = time.monotonic() + _LOCKED
+            for park in self._parks.values():
+                # claiming what waits for it would only have it refused
+                park.delivery.hold.not_before = self._park_at
 
     def _record(self, connection: Connection, parks: list[Park]) -> None:
         parked, locked = self._store.park(connection, self._holder, parks)
@@ -270,7 +295,8 @@ class Pump:
                 log.warning("%s", LostLeaseError(delivery.lane, delivery.id))
             if park.delay is not None:
                 self._look_at = min(self._look_at, time.monotonic() + park.delay)
-        self._unblock(park.delivery for park in ended)
+        self._unblock(park.delivery for park in ended if park.delivery.id not in self._unrun)
+        self._unrun.difference_update(park.delivery.id for park in ended)
 
     # -- looking for work ----------------------------------------------------------------------
 
@@ -341,6 +367,8 @@ class Pump:
             wake = min(wake, now + 0.05)
         if self._parks:
             wake = min(wake, self._park_at)
+        if self._held_up:
+            wake = min(wake, self._held_up_until)
         if self._locked:
             wake = min(wake, self._retry_locked_at)
         if self._timed and self._running:
@@ -481,6 +509,7 @@ class Pump:
                 hold.fruitful = True
                 if (park := self._unfit(delivery)) is not None:
                     hold.started[delivery.id] = delivery
+                    self._unrun.add(delivery.id)
                     self._parks[delivery.id] = park
                     self._park_at = now
                 elif starts:
@@ -494,8 +523,8 @@ class Pump:
         for hold in claiming:
             full = counts[hold.lease.lane] >= request.per_lane
             hold.ready = full or total >= request.limit
-        if total:
-            self._hungry = True
+        # nothing: what the probe sees there waits, or is not for this worker
+        self._hungry = total > 0
             self._look_pause = self._settings.poll_interval
         # every lane served costs a write of its row, now and when its deliveries finish
         if total >= request.limit:
@@ -534,6 +563,8 @@ class Pump:
             ):
                 # still ours: its row has moved, or somebody has it locked
                 hold.lease = state.lease
+                hold.not_before = time.monotonic() + _LOCKED
+                hold.renew_at = max(hold.renew_at, hold.not_before)
                 if now < self._careful_until:
                     hold.renew_at = now + RETRY_LOCKED
                     self._careful_until = hold.renew_at + CAREFUL

@@ -31,6 +31,7 @@ class Hold:
         "fruitful",
         "lease",
         "lost",
+        "not_before",
         "prefetched",
         "ready",
         "renew_at",
@@ -51,6 +52,8 @@ class Hold:
         #: something was claimed from it
         self.fruitful = False
         self.lost = False
+        #: somebody has it locked: not to be asked again before (monotonic seconds)
+        self.not_before = 0.0
         self.worked_at = sent
         self.renewed(lease, sent, lease_duration)
 
@@ -66,6 +69,10 @@ class Hold:
     def live(self, now: float) -> bool:
         """Whether a delivery of this lane may start now."""
         return not self.lost and now < self.deadline
+
+    def claimable(self, now: float) -> bool:
+        """Whether to claim from it."""
+        return self.ready and not self.draining and self.not_before <= now
 
     @property
     def empty(self) -> bool:
@@ -129,15 +136,32 @@ class Holds:
         )
         self._workers = live.workers
         self._elsewhere = live.elsewhere
+        self._give_back_strays(connection)
         self._share()
+
+    def _give_back_strays(self, connection: Connection) -> None:
+        """Hand back lanes that the store has for this worker and the worker does not know of.
+
+        The reply to the statement that took them was lost, or the one that handed them back did
+        not happen. Nobody takes a lane from its own holder, so without this they would be nobody's
+        for as long as this worker is the only one.
+        """
+        strays = [
+            state.lease
+            for lane, state in self._store.read_lanes(connection, range(LANES)).items()
+            if state.holder == self._holder and lane not in self._lanes
+        ]
+        if strays:
+            self._store.relinquish(connection, self._holder, strays)
 
     def _share(self) -> None:
         """Let go of lanes beyond an even share, those with the least in flight first."""
-        surplus = len(self._lanes) - self._most
+        staying = [hold for hold in self._lanes.values() if not hold.draining]
+        surplus = len(staying) - self._most
         if surplus <= 0:
             return
-        spare = sorted(self._lanes.values(), key=lambda hold: len(hold.started))
-        for hold in spare[:surplus]:
+        staying.sort(key=lambda hold: len(hold.started))
+        for hold in staying[:surplus]:
             hold.draining = True
 
     @property
@@ -210,6 +234,7 @@ class Holds:
 
     def choose(self, most: int) -> list[Hold]:
         """At most *most* of the lanes to claim from, the longest unserved first."""
+        now = time.monotonic()
         chosen: list[Hold] = []
         for _ in range(len(self._rotation)):
             lane = self._rotation.popleft()
@@ -217,7 +242,7 @@ class Holds:
             if hold is None:
                 continue
             self._rotation.append(lane)
-            if hold.ready and not hold.draining:
+            if hold.claimable(now):
                 chosen.append(hold)
                 if len(chosen) == most:
                     break
@@ -225,7 +250,8 @@ class Holds:
 
     @property
     def any_ready(self) -> bool:
-        return any(hold.ready and not hold.draining for hold in self._lanes.values())
+        now = time.monotonic()
+        return any(hold.claimable(now) for hold in self._lanes.values())
 
     # -- handing back --------------------------------------------------------------------------
 

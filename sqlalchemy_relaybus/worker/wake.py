@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 
 from sqlalchemy import Engine
-from sqlalchemy.exc import DBAPIError
 
 from ..stores.base import Store
 
@@ -50,7 +49,7 @@ class Listener:
                     failures = 0
                     for _ in self._store.listen(connection, self._stopped.is_set):
                         self._hint()
-            except (DBAPIError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - the driver's own errors come through as well
                 failures += 1
                 pause = min(MAX_PAUSE, 0.1 * 2 ** min(failures, 10)) * random.uniform(0.5, 1)
                 log.info("listening failed (%s); again in %.1f s", error, pause)
