@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from queue import SimpleQueue
 from typing import Any
 from uuid import uuid4
 
@@ -31,8 +32,9 @@ log = logging.getLogger("sqlalchemy_relaybus.worker")
 class Worker:
     """Runs a bus's handlers for the events in a database.
 
-    *engine* is a synchronous engine on the bus's database; the worker holds two of its connections
-    all the time and one for each transactional handler that runs. *settings* are those of
+    *engine* is a synchronous engine on the bus's database. Its pool serves the transactional
+    handlers, one connection for each that runs; the worker itself opens up to three more, in a
+    pool of its own that is made as the engine's was. *settings* are those of
     :class:`~sqlalchemy_relaybus.settings.Settings`, by name.
     """
 
@@ -55,8 +57,12 @@ class Worker:
         self._store = store_for(engine.dialect.name, bus.tables)
         #: tells this worker's leases from those of any other, also of one with the same owner name
         self._holder = uuid4()
-        self._stopping = threading.Event()
-        self._pump = Pump(engine, self._store, self._holder, bus.handlers, self._settings)
+        # Connections of its own: handlers that use up the pool must not cost the worker its lanes,
+        # and what the pump sets on its connections must not meet the application's statements.
+        self._own = Engine(engine.pool.recreate(), engine.dialect, engine.url)
+        #: reentrant, as a signal handler needs it
+        self._stops: SimpleQueue[float | None] = SimpleQueue()
+        self._pump = Pump(self._own, self._store, self._holder, bus.handlers, self._settings)
         self._dispatcher = Dispatcher(
             bus.handlers,
             self._settings,
@@ -72,7 +78,8 @@ class Worker:
         """
         with self._engine.connect() as connection:
             check_schema(connection, self._bus.tables)
-        listener = Listener(self._engine, self._store, self._pump.hint)
+        listener = Listener(self._own, self._store, self._pump.hint)
+        threading.Thread(target=self._await_stop, name="relaybus-stop", daemon=True).start()
         if self._settings.listen:
             listener.start()
         log.info("worker %s runs %s", self._settings.owner, ", ".join(sorted(self._bus.handlers)))
@@ -80,8 +87,10 @@ class Worker:
             return self._pump.run()
         finally:
             listener.stop()
+            self._stops.put(None)
             self._dispatcher.stop()
             self._dispatcher.close()
+            self._own.dispose()
 
     def stop(self, grace: float | None = None) -> None:
         """Ask :meth:`run` to end; from any thread, or a signal handler. Does not wait.
@@ -89,13 +98,12 @@ class Worker:
         Nothing more is claimed or started. What runs gets *grace* seconds (default: the setting),
         then coroutines are cancelled; whatever has not ended is given back and delivered again.
         """
-        if self._stopping.is_set():
-            return
-        self._stopping.set()
-        limit = self._settings.grace if grace is None else grace
-        threading.Thread(target=self._stop, args=(limit,), daemon=True).start()
+        # A signal handler must neither wait for locks nor start threads: it may have interrupted
+        # whoever holds them.
+        self._stops.put(self._settings.grace if grace is None else grace)
 
-    def _stop(self, grace: float) -> None:
-        # in a thread of its own: a signal handler must not wait for locks
-        self._pump.stop(grace)
-        self._dispatcher.stop()
+    def _await_stop(self) -> None:
+        grace = self._stops.get()
+        if grace is not None:
+            self._pump.stop(grace)
+            self._dispatcher.stop()

@@ -122,8 +122,10 @@ def main(app: str, url: str, log_level: str, **values: Any) -> None:
     bus = load(app)
     if settings.setup:
         _migrate(url, bus)
-    # one connection for the pump, one to listen, one to take lanes; the rest for transactions
-    engine = open_engine(url, pool_size=settings.pool_size + 3, max_overflow=2, pool_pre_ping=True)
+    # as many again for transactions whose handlers ran out of time and have not returned
+    engine = open_engine(
+        url, pool_size=settings.pool_size, max_overflow=settings.pool_size, pool_pre_ping=True
+    )
     worker = Worker(bus, engine, settings)
     signals.worker = worker
     code = 0 if worker.run() else EXIT_LEFT_BEHIND

@@ -24,7 +24,7 @@ from ..settings import Settings
 from ..stores.base import Delivery, Park
 from .loop import LoopExecutor
 from .threads import ThreadExecutor
-from .transaction import Transactions
+from .transaction import Transactions, check_result
 
 log = logging.getLogger("sqlalchemy_relaybus.worker")
 
@@ -250,13 +250,10 @@ def bury(delivery: Delivery, reason: str, *, charge: int) -> Park:
 
 def describe(error: BaseException) -> str:
     """*error* in one storable text; also where its own text cannot be made."""
-    if isinstance(error, Bury):
-        text = error.reason
-    else:
-        try:
-            text = f"{type(error).__name__}: {error}"
-        except Exception as broken:  # noqa: BLE001 - a text from the application, of any kind
-            text = f"{type(error).__name__} (its text raised {type(broken).__name__})"
+    try:
+        text = str(error.reason) if isinstance(error, Bury) else f"{type(error).__name__}: {error}"
+    except BaseException as broken:  # noqa: BLE001 - whatever it is, the failure must be recorded
+        text = f"{type(error).__name__} (its text raised {type(broken).__name__})"
     text = text.replace("\x00", "\\x00").encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= MAX_ERROR_LENGTH else text[: MAX_ERROR_LENGTH - 1] + "…"
 

@@ -40,10 +40,6 @@ _TIMED_OUT = frozenset({"55P03", "57014"})
 RETRY_LOCKED = 0.25
 #: For how long exchanges step over locked rows after one was met, seconds.
 CAREFUL = 1.0
-#: How long what somebody else has locked is left alone, seconds.
-_LOCKED = 0.25
-#: How long locked rows are stepped over once one was met, seconds.
-_CAREFUL = 5.0
 #: How often plain functions are checked against their time limits, seconds.
 _EXPIRY_CHECK = 0.05
 
@@ -87,6 +83,8 @@ class Pump:
         self._careful_until = 0.0
         self._locked: dict[int, Delivery] = {}  # finished, and locked by somebody else
         self._retry_locked_at = 0.0
+        #: buried without having run: nothing of their keys was blocked for them
+        self._unrun: set[int] = set()
         self._unsure: tuple[Exchange, list[Delivery]] | None = None
 
         self._enlist_at = 0.0
@@ -190,9 +188,6 @@ class Pump:
         given back at once: its followers were refused or given back too, and from the next
         exchange on all of them are claimed in order again.
         """
-        if self._held_up and now >= self._held_up_until:
-            self._finished.update(self._held_up)
-            self._held_up.clear()
         unblocked: list[Delivery] = []
         while self._inbox:
             ended: list[Delivery] = []
@@ -278,7 +273,7 @@ class Pump:
                         _first_line(single),
                     )
         if self._parks:
-            self._park_at = time.monotonic() + _LOCKED
+            self._park_at = time.monotonic() + RETRY_LOCKED
             for park in self._parks.values():
                 # claiming what waits for it would only have it refused
                 park.delivery.hold.not_before = self._park_at
@@ -367,8 +362,6 @@ class Pump:
             wake = min(wake, now + 0.05)
         if self._parks:
             wake = min(wake, self._park_at)
-        if self._held_up:
-            wake = min(wake, self._held_up_until)
         if self._locked:
             wake = min(wake, self._retry_locked_at)
         if self._timed and self._running:
@@ -400,11 +393,11 @@ class Pump:
             for lane in request.lanes
             if lane.write and lane.lease.lane not in reply.leases
         ]
-        if suspects:
-            self._verify(connection, suspects)
         self._completed(request, reply)
         self._start(promoted, reply)
         self._claimed(reply, request, claiming)
+        if suspects:  # last: it may fail, and by now the reply is taken note of
+            self._verify(connection, suspects)
 
     def _request(self) -> tuple[Exchange, list[Delivery], list[Hold]]:
         now = time.monotonic()
@@ -523,8 +516,8 @@ class Pump:
         for hold in claiming:
             full = counts[hold.lease.lane] >= request.per_lane
             hold.ready = full or total >= request.limit
-        # nothing: what the probe sees there waits, or is not for this worker
-        self._hungry = total > 0
+        if total:
+            self._hungry = True
             self._look_pause = self._settings.poll_interval
         # every lane served costs a write of its row, now and when its deliveries finish
         if total >= request.limit:
@@ -563,8 +556,6 @@ class Pump:
             ):
                 # still ours: its row has moved, or somebody has it locked
                 hold.lease = state.lease
-                hold.not_before = time.monotonic() + _LOCKED
-                hold.renew_at = max(hold.renew_at, hold.not_before)
                 if now < self._careful_until:
                     hold.renew_at = now + RETRY_LOCKED
                     self._careful_until = hold.renew_at + CAREFUL
@@ -579,12 +570,10 @@ class Pump:
         and never told us is given back by the next exchange. Anything else: the lane is lost.
         """
         request, promoted = self._unsure or (None, [])
-        self._unsure = None
         self._holds.drop_strays(connection)
         lanes = [hold.lease.lane for hold in self._holds]
-        if not lanes:
-            return
-        stored = self._store.read_lanes(connection, lanes)
+        stored = self._store.read_lanes(connection, lanes) if lanes else {}
+        self._unsure = None  # not earlier: reading may fail as well
         asked = {lane.lease.lane for lane in request.lanes} if request is not None else set()
         committed: set[int] = set()
         for lane in lanes:
@@ -623,8 +612,10 @@ class Pump:
         for id in hold.started:
             self._finished.pop(id, None)
             self._locked.pop(id, None)
-            if (park := self._parks.pop(id, None)) is not None:
+            park = self._parks.pop(id, None)
+            if park is not None and id not in self._unrun:
                 unblocked.append(park.delivery)
+            self._unrun.discard(id)
         self._unblock(unblocked)
 
     # -- the end -------------------------------------------------------------------------------

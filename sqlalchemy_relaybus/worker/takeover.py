@@ -136,23 +136,8 @@ class Holds:
         )
         self._workers = live.workers
         self._elsewhere = live.elsewhere
-        self._give_back_strays(connection)
+        self.drop_strays(connection)  # one that was locked when it was handed back, too
         self._share()
-
-    def _give_back_strays(self, connection: Connection) -> None:
-        """Hand back lanes that the store has for this worker and the worker does not know of.
-
-        The reply to the statement that took them was lost, or the one that handed them back did
-        not happen. Nobody takes a lane from its own holder, so without this they would be nobody's
-        for as long as this worker is the only one.
-        """
-        strays = [
-            state.lease
-            for lane, state in self._store.read_lanes(connection, range(LANES)).items()
-            if state.holder == self._holder and lane not in self._lanes
-        ]
-        if strays:
-            self._store.relinquish(connection, self._holder, strays)
 
     def _share(self) -> None:
         """Let go of lanes beyond an even share, those with the least in flight first."""
@@ -181,7 +166,7 @@ class Holds:
         self._resting = {lane: end for lane, end in self._resting.items() if end > now}
         found = self._store.probe(connection)
         wanted: set[int] = set()
-        due: list[Lease] = []
+        due: set[int] = set()
         soonest: float | None = None
         for lane, handler, wait, free in found:
             hold = self._lanes.get(lane)
@@ -189,7 +174,7 @@ class Holds:
                 soonest = wait if soonest is None else min(soonest, wait)
             elif hold is not None:
                 if handler is None:
-                    due.append(hold.lease)
+                    due.add(lane)
                 elif handler not in self._handlers and handler in self._elsewhere:
                     # others cannot have what is in front of it as long as we hold the lane
                     hold.draining = True
@@ -197,15 +182,17 @@ class Holds:
                     hold.ready = True
             elif free and lane not in self._resting:
                 wanted.add(lane)
-        if due:
-            lanes = self._store.promote(connection, self._holder, due, self._settings.batch)
-            for lane in lanes:
-                if (hold := self._lanes.get(lane)) is not None:
-                    hold.ready = True
+                if handler is None:
+                    due.add(lane)
         if wanted:
             self._take(sorted(wanted), all=all)
         else:
             self._growth = FIRST_TAKE
+        leases = [self._lanes[lane].lease for lane in due if lane in self._lanes]
+        if leases:
+            lanes = self._store.promote(connection, self._holder, leases, self._settings.batch)
+            for lane in lanes:
+                self._lanes[lane].ready = True
         return soonest
 
     def _take(self, wanted: list[int], *, all: bool) -> None:
@@ -222,7 +209,8 @@ class Holds:
             )
         for lease, charged in taken:
             self._lanes[lease.lane] = Hold(lease, sent, self._settings.lease_duration)
-            self._rotation.append(lease.lane)
+            if lease.lane not in self._rotation:  # from when it was held before
+                self._rotation.append(lease.lane)
             if charged:
                 log.warning(
                     "took over lane %d, whose holder died or stalled with %d deliveries started",

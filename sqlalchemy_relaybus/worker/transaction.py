@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Engine
+from sqlalchemy import Connection, Engine, event
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
@@ -30,6 +32,34 @@ class TransactionEndedError(RelayBusError):
         )
 
 
+class _KeepOpen:
+    """Refuses a handler's own commit before it happens, also where the handler hides the error."""
+
+    def __init__(self, handler: str) -> None:
+        self._handler = handler
+        self._ended = False
+
+    @contextmanager
+    def watch(self, target: Session | Connection, commit: str) -> Iterator[None]:
+        """For the length of the block *target* cannot be committed; savepoints can."""
+
+        def refuse(ending: Session | Connection) -> None:
+            if not ending.in_nested_transaction():
+                self._ended = True
+                raise TransactionEndedError(self._handler)
+
+        event.listen(target, commit, refuse)
+        try:
+            yield
+        finally:
+            event.remove(target, commit, refuse)
+
+    def check(self, still_open: bool) -> None:
+        """Raise if the transaction was ended, or was to be."""
+        if self._ended or not still_open:
+            raise TransactionEndedError(self._handler)
+
+
 class Transactions:
     """The transactions that deliveries complete in."""
 
@@ -49,27 +79,31 @@ class Transactions:
 
     def run(self, handler: Handler, delivery: Delivery, context: Context) -> None:
         """Call *handler* and commit; raises what it raises, having rolled back."""
+        keep = _KeepOpen(handler.name)
         if handler.injection.session_kind == "connection":
             with self._engine.connect() as connection, connection.begin() as begun:
-                self._invoke(handler, delivery, context, connection)
-                if connection.get_transaction() is not begun or not begun.is_active:
-                    raise TransactionEndedError(handler.name)
+                with keep.watch(connection, "commit"):
+                    self._invoke(handler, delivery, context, connection)
+                    keep.check(connection.get_transaction() is begun and begun.is_active)
                 self._complete(connection, delivery)
             return
         factory = handler.session_factory or self._session_factory
         session = factory() if factory is not None else Session(self._engine)
         with session, session.begin() as transaction:
-            self._invoke(handler, delivery, context, session)
-            if session.get_transaction() is not transaction or not transaction.is_active:
-                raise TransactionEndedError(handler.name)
-            session.flush()
-            self._complete(
-                session.connection(bind_arguments={"clause": self._tables.deliveries}), delivery
-            )
+            with keep.watch(session, "before_commit"):
+                self._invoke(handler, delivery, context, session)
+                keep.check(session.get_transaction() is transaction and transaction.is_active)
+                session.flush()
+            connection = session.connection(bind_arguments={"clause": self._tables.deliveries})
+            # false where the handler ended the transaction of the connection below the session
+            keep.check(connection.in_transaction())
+            self._complete(connection, delivery)
 
     def _invoke(self, handler: Handler, delivery: Delivery, context: Context, session: Any) -> None:
         assert delivery.event is not None
-        handler.injection.invoke(handler.function, delivery.event, context, session)
+        check_result(
+            handler, handler.injection.invoke(handler.function, delivery.event, context, session)
+        )
 
     def _complete(self, connection: Any, delivery: Delivery) -> None:
         # Last in the transaction: the lane is locked against a takeover until the commit.
@@ -82,3 +116,14 @@ class Transactions:
             raise
         if not completed:
             raise LostLeaseError(delivery.lane, delivery.id)
+
+
+def check_result(handler: Handler, result: object) -> None:
+    """Refuse what a plain function cannot mean to return: nobody would run it."""
+    if isinstance(result, CoroutineType | GeneratorType | AsyncGeneratorType):
+        if isinstance(result, CoroutineType):
+            result.close()  # or it would be reported as never awaited, far from here
+        raise TypeError(
+            f"handler {handler.name!r} returned a {type(result).__name__}, which nobody runs; "
+            "register the coroutine function itself"
+        )

@@ -1,0 +1,181 @@
+"""Taking lanes over: against completions and renewals in progress, and what is charged for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import Engine, select
+
+from sqlalchemy_relaybus.stores.postgresql import lanes as statements
+from sqlalchemy_relaybus.stores.postgresql.sql import array_literal
+from tests.support.stores import EXPIRED, Bench, ids, key_on, new_event, parked, waiting
+
+LANE = 7
+KEY = key_on(LANE)
+
+
+@pytest.fixture
+def bench(engine: Engine) -> Iterator[Bench]:
+    with Bench(engine) as bench:
+        yield bench
+
+
+def test_a_lane_with_a_completion_in_progress_is_not_taken(bench: Bench) -> None:
+    old, new = bench.holder(), bench.holder()
+    bench.publish(new_event(KEY), new_event(KEY))
+    old.take(LANE, lease=EXPIRED)
+    first, second = old.claim(lease=EXPIRED)
+    with bench.connect() as handler:
+        assert old.complete(first, handler)
+        assert new.take(LANE) == {}
+        handler.commit()
+    assert new.take(LANE).keys() == {LANE}
+    assert ids(new.claim()) == [second.id]
+
+
+def test_a_completion_that_begins_after_a_takeover_waits_and_deletes_nothing(bench: Bench) -> None:
+    old, new = bench.holder(), bench.holder()
+    bench.publish(new_event(KEY), new_event(KEY))
+    old.take(LANE, lease=EXPIRED)
+    reply = old.exchange(room=1, lease=EXPIRED)
+    [started], [prefetched] = reply.startable, reply.prefetched
+    with bench.connect() as other, bench.connect() as handler:
+        bench.lock_delivery(other, started.id)  # the takeover waits here, to charge it
+        with waiting(new.taker, lambda: new.take(LANE)) as takeover:
+            # not charged, so that nothing but the lane's epoch refuses it
+            with waiting(handler, lambda: old.complete(prefetched, handler)) as completion:
+                other.rollback()
+                assert takeover.result().keys() == {LANE}
+                assert completion.result() is False
+        handler.commit()
+    assert bench.deliveries() == [started.id, prefetched.id]
+
+
+def test_two_takers_never_get_one_lane_and_do_not_wait_for_each_other(bench: Bench) -> None:
+    old, new, late = bench.holder(), bench.holder(), bench.holder()
+    bench.publish(new_event(KEY))
+    old.take(LANE, lease=EXPIRED)
+    [started] = old.claim(lease=EXPIRED)
+    with bench.connect() as other:
+        bench.lock_delivery(other, started.id)
+        with waiting(new.taker, lambda: new.take(LANE)) as takeover:
+            assert late.take(LANE, LANE + 1).keys() == {LANE + 1}
+            other.rollback()
+            assert takeover.result().keys() == {LANE}
+    assert late.take(LANE) == {}
+    assert bench.lane(LANE).holder == new.id
+
+
+def test_a_renewal_between_a_takers_snapshot_and_its_lock_keeps_the_lane(bench: Bench) -> None:
+    old, new = bench.holder(), bench.holder()
+    old.take(LANE, lease=EXPIRED)
+    with bench.gate(new.taker) as gate:
+        with waiting(new.taker, lambda: new.take(LANE)) as takeover:
+            assert old.exchange(lease=60).leases.keys() == {LANE}
+            gate.rollback()
+            assert takeover.result() == {}
+    assert bench.lane(LANE).holder == old.id
+    assert old.exchange().leases.keys() == {LANE}
+
+
+def test_what_is_completed_after_a_takers_snapshot_is_not_claimed_again(bench: Bench) -> None:
+    old, new = bench.holder(), bench.holder()
+    bench.publish(new_event(KEY), new_event(KEY))
+    old.take(LANE, lease=EXPIRED)
+    first, second = old.claim(lease=EXPIRED)
+    with bench.gate(new.taker) as gate:
+        with waiting(new.taker, lambda: new.take(LANE)) as takeover:
+            assert old.complete(first)
+            gate.rollback()
+            assert takeover.result()[LANE].charged == [first.id, second.id]
+    [again] = new.claim()
+    assert (again.id, again.attempts) == (second.id, 1)
+
+
+def test_taking_and_reading_in_one_statement_would_claim_it_again(bench: Bench) -> None:
+    """Why taking returns no deliveries: the snapshot is older than the lock."""
+    old, new = bench.holder(), bench.holder()
+    bench.publish(new_event(KEY))
+    old.take(LANE, lease=EXPIRED)
+    [delivery] = old.claim(lease=EXPIRED)
+    take = statements.take(bench.tables).sql(bench.engine.dialect)
+    both = f"SELECT id FROM {bench.tables.deliveries.name} JOIN taken USING (lane)"
+    parameters = {
+        "lanes": array_literal([LANE]),
+        "limit": 1,
+        "holder": new.id,
+        "lease_duration": 60,
+        "param_1": "{}",
+        "param_2": "{}",
+    }
+    # the takeover as a part of the statement that reads
+    head, update = take.split("UPDATE", 1) if take.startswith("WITH") else ("WITH ", take)
+    free, _, locking = head.rpartition(")")
+    sql = f"{free}), taken (lane) AS (UPDATE{update}) {both}"
+    assert not locking.strip()
+    sql = sql.replace(update, update.partition("RETURNING")[0] + "RETURNING relaybus_lanes.lane")
+    with bench.gate(new.taker) as gate:
+        with waiting(
+            new.taker,
+            lambda: [id for (id,) in new.taker.exec_driver_sql(sql, parameters)],
+        ) as takeover:
+            assert old.complete(delivery)
+            gate.rollback()
+            assert takeover.result() == [delivery.id]
+    assert bench.deliveries() == []
+
+
+def test_a_holder_never_takes_from_itself_although_its_lease_ran_out(bench: Bench) -> None:
+    holder, other = bench.holder(), bench.holder()
+    bench.publish(new_event(KEY))
+    holder.take(LANE, lease=EXPIRED)
+    [running] = holder.claim(lease=EXPIRED)
+    assert holder.take(LANE) == {}
+    assert holder.complete(running)
+    assert other.take(LANE).keys() == {LANE}
+
+
+def test_a_live_lease_is_not_taken(bench: Bench) -> None:
+    bench.holder().take(LANE)
+    assert bench.holder().take(LANE) == {}
+
+
+def test_at_most_as_many_lanes_as_wanted_are_taken(bench: Bench) -> None:
+    holder = bench.holder()
+    assert len(holder.take(*range(10), limit=3)) == 3
+    lanes = bench.tables.lanes
+    assert len(bench.read(select(lanes.c.lane).where(lanes.c.holder == holder.id))) == 3
+
+
+def test_the_epoch_grows_by_one_whenever_the_lane_changes_hands(bench: Bench) -> None:
+    first, second = bench.holder(), bench.holder()
+    assert first.take(LANE, lease=EXPIRED)[LANE].lease.epoch == 1
+    assert second.take(LANE)[LANE].lease.epoch == 2
+    second.exchange()
+    assert second.leases[LANE].epoch == 2
+    assert bench.store.relinquish(second.connection, second.id, [second.leases[LANE]]) == {LANE}
+    assert bench.lane(LANE).epoch == 2
+    taken = first.take(LANE)[LANE]
+    assert (taken.lease.epoch, taken.lease.version, taken.charged) == (3, 0, [])
+
+
+def test_only_what_was_started_and_is_still_there_is_charged(bench: Bench) -> None:
+    old, new = bench.holder(), bench.holder()
+    bench.publish(*(new_event(KEY) for _ in range(4)))
+    old.take(LANE, lease=EXPIRED)
+    reply = old.exchange(room=3, lease=EXPIRED)
+    completed, failed, started = reply.startable
+    [prefetched] = reply.prefetched
+    assert old.complete(completed)
+    assert old.park(parked(failed, charge=0)) == {failed.id}
+
+    assert set(new.take(LANE)[LANE].charged) == {completed.id, failed.id, started.id}
+
+    assert bench.lane(LANE).started == bench.lane(LANE).prefetched == []
+    each = {}
+    for table in (bench.tables.deliveries, bench.tables.parked):
+        for id, *counters in bench.read(select(table.c.id, table.c.attempts, table.c.claims)):
+            each[id] = counters
+    assert each == {failed.id: [0, 1], started.id: [1, 1], prefetched.id: [0, 0]}
+    assert not old.complete(started)
