@@ -1,6 +1,6 @@
 """A transactional outbox and event bus for applications on SQLAlchemy."""
 
-from .bus import Handler, RelayBus
+from .bus import RelayBus
 from .event import Context, Event
 from .exc import (
     Bury,
@@ -20,6 +20,7 @@ from .exc import (
     UnroutedEventError,
 )
 from .retry import Exponential, Fixed, NoRetry, RetryPolicy
+from .router import Handler, Router
 from .worker import Worker
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "RelayBusError",
     "Retry",
     "RetryPolicy",
+    "Router",
     "SchemaError",
     "SchemaMissingError",
     "SchemaVersionError",

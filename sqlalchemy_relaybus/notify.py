@@ -8,6 +8,8 @@ own, one for all that was committed within :data:`WINDOW`.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -34,11 +36,13 @@ class Waker:
         self._changed = threading.Condition()
         self._pending: set[Engine] = set()
         self._thread: threading.Thread | None = None
+        self._tasks: dict[Engine, asyncio.Task[None]] = {}
 
     def wake(self, engine: Engine) -> None:
         """Something was committed through *engine*. Returns at once."""
         if engine.dialect.is_async:
-            return  # its connections belong to an event loop; workers find the event by polling
+            self._wake_in_loop(engine)
+            return
         with self._changed:
             self._pending.add(engine)
             # after a fork the thread is only the parent's, and counts as ended here
@@ -49,6 +53,28 @@ class Waker:
                 self._thread.start()
             else:
                 self._changed.notify()
+
+    def _wake_in_loop(self, engine: Engine) -> None:
+        """Connections of an async engine belong to the event loop that the commit ran in."""
+        with contextlib.suppress(RuntimeError):  # no loop runs here: workers find it by polling
+            loop = asyncio.get_running_loop()
+            if engine not in self._tasks:
+                task = loop.create_task(self._notify_in_loop(engine))
+                self._tasks[engine] = task
+                task.add_done_callback(lambda _: self._tasks.pop(engine, None))
+
+    async def _notify_in_loop(self, engine: Engine) -> None:
+        from sqlalchemy.ext.asyncio import AsyncEngine  # the application has imported it
+
+        await asyncio.sleep(WINDOW)
+        # what is committed from here on needs a notification of its own
+        self._tasks.pop(engine, None)
+        try:
+            async with AsyncEngine(engine).connect() as connection:
+                await connection.execution_options(isolation_level="AUTOCOMMIT")
+                await connection.run_sync(store_for(engine.dialect.name, self._tables).notify)
+        except SQLAlchemyError as error:
+            log.debug("no wake-up was sent (%s); workers find the event by polling", error)
 
     def _run(self) -> None:
         connections: dict[Engine, Connection] = {}
@@ -79,6 +105,8 @@ class Waker:
                 connections[engine] = engine.connect().execution_options(
                     isolation_level="AUTOCOMMIT"
                 )
+                # it is held for long, and no place in the application's pool is ours
+                connections[engine].detach()
             store_for(engine.dialect.name, self._tables).notify(connections[engine])
         except SQLAlchemyError as error:
             log.debug("no wake-up was sent (%s); workers find the event by polling", error)

@@ -9,12 +9,14 @@ the instances out before the flush looks at them and writes the events with Core
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy import Column, Connection, Engine, Integer, MetaData, Table, event, inspect
+from sqlalchemy.exc import UnboundExecutionError
 from sqlalchemy.orm import Session, UOWTransaction, registry, scoped_session, sessionmaker
 
 from .exc import ConfigurationError
@@ -28,11 +30,18 @@ _mapping = threading.Lock()
 
 
 class Pending:
-    """An event that waits in a session for the flush."""
+    """An event that waits in a session for the flush.
 
-    def __init__(self, hook: SessionHook, new: NewEvent) -> None:
+    ``new`` is made when it is written: where it needs the primary key of an object that the same
+    flush inserts (``after`` is that object), only then.
+    """
+
+    def __init__(
+        self, hook: SessionHook, new: Callable[[], NewEvent], after: object | None = None
+    ) -> None:
         self.hook = hook
         self.new = new
+        self.after = after
         self.order = next(_order)
 
 
@@ -53,21 +62,24 @@ class SessionHook:
     def __init__(self, tables: Tables, waker: Waker | None) -> None:
         self._tables = tables
         self._waker = waker
+        #: where a flush keeps the events that wait for its end
+        self._waiting = f"relaybus-{id(self):x}"
         self._classes: weakref.WeakSet[type[Session]] = weakref.WeakSet()
         #: sessions that wrote events in their present transaction, and through which engine
         self._written: weakref.WeakKeyDictionary[Session, Engine] = weakref.WeakKeyDictionary()
-
-    @property
-    def _listeners(self) -> tuple[tuple[str, Callable[..., None]], ...]:
-        listeners: tuple[tuple[str, Callable[..., None]], ...] = (
+        #: the sync session class that each attached async_sessionmaker was given
+        self._private: weakref.WeakKeyDictionary[Any, type[Session]] = weakref.WeakKeyDictionary()
+        self._listeners: tuple[tuple[str, Callable[..., None]], ...] = (
             ("before_flush", self._before_flush),
+            ("after_flush", self._after_flush),
         )
-        if self._waker is not None:
-            listeners += (("after_commit", self._after_commit),)
-        return listeners
+        if waker is not None:
+            self._listeners += (("after_commit", self._after_commit),)
+
+    # -- attaching -----------------------------------------------------------------------------
 
     def attach(self, target: Any) -> None:
-        owner = _owner(target)
+        owner = self._owner(target)
         if isinstance(owner, type):
             self._classes.add(owner)
         for name, listener in self._listeners:
@@ -75,22 +87,64 @@ class SessionHook:
                 event.listen(owner, name, listener)
 
     def detach(self, target: Any) -> None:
-        owner = _owner(target)
+        owner = self._owner(target)
         if isinstance(owner, type):
             self._classes.discard(owner)
         for name, listener in self._listeners:
             if event.contains(owner, name, listener):
                 event.remove(owner, name, listener)
 
-    def publish(self, session: Session, new: NewEvent) -> None:
-        """Queue *new* on *session*."""
+    def _owner(self, target: Any) -> type[Session] | Session:
+        """What SQLAlchemy listens on for *target*."""
+        asyncio = sys.modules.get("sqlalchemy.ext.asyncio")
+        factories: tuple[type[Any], ...] = (scoped_session,)
+        if asyncio is not None:
+            factories += (asyncio.async_scoped_session,)
+        if isinstance(target, factories):
+            target = target.session_factory
+        if isinstance(target, sessionmaker):
+            return cast(type[Session], target.class_)
+        if isinstance(target, Session) or (
+            isinstance(target, type) and issubclass(target, Session)
+        ):
+            return target
+        if asyncio is not None:
+            if isinstance(target, asyncio.async_sessionmaker):
+                return self._sync_class(target)
+            if isinstance(target, asyncio.AsyncSession):
+                return cast(Session, target.sync_session)
+        raise ConfigurationError(
+            f"cannot attach to {target!r}: give a sessionmaker or async_sessionmaker, a scoped "
+            "session over one, a Session class or a session"
+        )
+
+    def _sync_class(self, maker: Any) -> type[Session]:
+        """A class of the maker's own for its sync sessions.
+
+        The one that they have by default is the ``Session`` of the whole process.
+        """
+        try:
+            return self._private[maker]
+        except KeyError:
+            base = maker.kw.get("sync_session_class") or maker.class_.sync_session_class
+            private = type(base.__name__, (base,), {"__module__": base.__module__})
+            maker.configure(sync_session_class=private)
+            self._private[maker] = private
+            return private
+
+    # -- publishing ----------------------------------------------------------------------------
+
+    def publish(
+        self, session: Session, new: Callable[[], NewEvent], after: object | None = None
+    ) -> None:
+        """Queue an event on *session*; *after*: an object whose primary key it needs."""
         if session._flushing:  # by a flush hook of the application: too late to queue
-            self._write(session, [new])
+            self.write(session, [new()])
             return
         if self._classes.isdisjoint(type(session).__mro__):
             self.attach(session)
         _map_pending()
-        session.add(Pending(self, new))
+        session.add(Pending(self, new, after))
 
     def _before_flush(
         self, session: Session, flush_context: UOWTransaction, instances: object
@@ -101,12 +155,28 @@ class SessionHook:
         mine.sort(key=lambda each: each.order)
         for each in mine:
             session.expunge(each)
-        # Written here and not after the flush: that event does not fire where the events were all
-        # there was to flush.
-        self._write(session, [each.new for each in mine])
+        # An object that this flush inserts has no primary key yet. There is something to flush
+        # then, so after_flush does fire; it does not where events are all there is.
+        waiting = [each for each in mine if each.after is not None and each.after in session.new]
+        if waiting:
+            flush_context.attributes[self._waiting] = mine
+        else:
+            self.write(session, [each.new() for each in mine])
 
-    def _write(self, session: Session, events: Sequence[NewEvent]) -> None:
-        connection = session.connection(bind_arguments={"clause": self._tables.events})
+    def _after_flush(self, session: Session, flush_context: UOWTransaction) -> None:
+        waiting = flush_context.attributes.pop(self._waiting, None)
+        if waiting:
+            self.write(session, [each.new() for each in waiting])
+
+    def write(self, session: Session, events: Sequence[NewEvent]) -> None:
+        """Insert *events* now, in the session's transaction on the database of our tables."""
+        try:
+            connection = session.connection(bind_arguments={"clause": self._tables.events})
+        except UnboundExecutionError as error:
+            raise ConfigurationError(
+                "the session is bound to no engine for the bus's tables; bind one in general, or "
+                "these tables: Session(binds={bus.tables.events: engine, ...})"
+            ) from error
         publish_on_connection(self._tables, connection, events)
         if self._waker is not None:
             self._written[session] = connection.engine
@@ -121,18 +191,19 @@ class SessionHook:
             self._waker.wake(engine)
 
 
-def _owner(target: Any) -> Any:
-    """What SQLAlchemy listens on for *target*."""
-    if isinstance(target, scoped_session):
-        target = target.session_factory
-    if isinstance(target, sessionmaker):
-        return target.class_
-    if isinstance(target, Session) or (isinstance(target, type) and issubclass(target, Session)):
+def session_of(target: object) -> Session | None:
+    """The ``Session`` behind *target*: itself, or what a scoped or async one stands for."""
+    if isinstance(target, Session):
         return target
-    raise ConfigurationError(
-        f"cannot attach to {target!r}: give a sessionmaker, a scoped_session over one, a Session "
-        "class or a Session"
-    )
+    if isinstance(target, scoped_session):
+        return session_of(target())
+    asyncio = sys.modules.get("sqlalchemy.ext.asyncio")
+    if asyncio is not None:
+        if isinstance(target, asyncio.AsyncSession):
+            return target.sync_session  # type: ignore[no-any-return]
+        if isinstance(target, asyncio.async_scoped_session):
+            return session_of(target())
+    return None
 
 
 def publish_on_connection(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Literal, NamedTuple, Protocol
 from uuid import UUID
 
@@ -175,10 +176,17 @@ class NewEvent(NamedTuple):
 
     event: Event
     handlers: Sequence[str]
-    #: seconds until its deliveries are due; ``None``: at once
+    #: seconds until its deliveries are due
     delay: float | None
     #: whether the caller supplied the id, so that it may exist already
     given_id: bool
+    #: when its deliveries are due, instead of a delay; neither: at once
+    available_at: datetime | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether its deliveries are due later."""
+        return self.delay is not None or self.available_at is not None
 
 
 class Live(NamedTuple):

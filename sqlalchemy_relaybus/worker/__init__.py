@@ -13,6 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from sqlalchemy import Engine
+from sqlalchemy.pool import Pool, QueuePool
 
 from ..bus import RelayBus
 from ..exc import ConfigurationError
@@ -59,7 +60,7 @@ class Worker:
         self._holder = uuid4()
         # Connections of its own: handlers that use up the pool must not cost the worker its lanes,
         # and what the pump sets on its connections must not meet the application's statements.
-        self._own = Engine(engine.pool.recreate(), engine.dialect, engine.url)
+        self._own = Engine(_pool_like(engine.pool), engine.dialect, engine.url)
         #: reentrant, as a signal handler needs it
         self._stops: SimpleQueue[float | None] = SimpleQueue()
         self._pump = Pump(self._own, self._store, self._holder, bus.handlers, self._settings)
@@ -107,3 +108,11 @@ class Worker:
         if grace is not None:
             self._pump.stop(grace)
             self._dispatcher.stop()
+
+
+def _pool_like(pool: Pool) -> Pool:
+    """A pool that connects as *pool* does, with room for the worker's connections."""
+    own = pool.recreate()
+    if isinstance(own, QueuePool):
+        own._max_overflow = -1  # the application may have chosen a size below what is needed here
+    return own

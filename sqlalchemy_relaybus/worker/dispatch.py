@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..bus import Handler
 from ..event import Context
 from ..exc import Bury, LostLeaseError, Retry, Snooze
 from ..retry import MAX_DELAY, exhausted
+from ..router import Handler
 from ..settings import Settings
 from ..stores.base import Delivery, Park
 from .loop import LoopExecutor

@@ -19,9 +19,9 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from ..bus import Handler
 from ..exc import LostLeaseError
 from ..retry import exhausted
+from ..router import Handler
 from ..settings import Settings
 from ..stores.base import Delivery, Exchange, Exchanged, LaneRequest, Park, Store
 from .dispatch import Dispatcher, Outcome, bury

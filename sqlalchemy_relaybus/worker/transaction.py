@@ -12,9 +12,9 @@ from sqlalchemy import Connection, Engine, event
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from ..bus import Handler
 from ..event import Context
 from ..exc import LostLeaseError, RelayBusError
+from ..router import Handler
 from ..stores.base import Delivery, Store
 from ..tables import Tables
 

@@ -44,6 +44,8 @@ class Listener:
                     if not self._store.can_listen(connection):
                         log.warning("this driver cannot listen: new work is found by polling")
                         return
+                    # it listens for ever: no pool is to hand it to anybody else, or to keep it
+                    connection.detach()
                     # what was published while nobody listened
                     self._hint()
                     failures = 0

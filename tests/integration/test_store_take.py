@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import Engine, select
 
-from sqlalchemy_relaybus.stores.postgresql import lanes as statements
-from sqlalchemy_relaybus.stores.postgresql.sql import array_literal
 from tests.support.stores import EXPIRED, Bench, ids, key_on, new_event, parked, waiting
 
 LANE = 7
@@ -94,35 +92,30 @@ def test_what_is_completed_after_a_takers_snapshot_is_not_claimed_again(bench: B
 
 
 def test_taking_and_reading_in_one_statement_would_claim_it_again(bench: Bench) -> None:
-    """Why taking returns no deliveries: the snapshot is older than the lock."""
+    """Why taking returns no deliveries: a statement's snapshot is older than its locks."""
     old, new = bench.holder(), bench.holder()
     bench.publish(new_event(KEY))
     old.take(LANE, lease=EXPIRED)
     [delivery] = old.claim(lease=EXPIRED)
-    take = statements.take(bench.tables).sql(bench.engine.dialect)
-    both = f"SELECT id FROM {bench.tables.deliveries.name} JOIN taken USING (lane)"
-    parameters = {
-        "lanes": array_literal([LANE]),
-        "limit": 1,
-        "holder": new.id,
-        "lease_duration": 60,
-        "param_1": "{}",
-        "param_2": "{}",
-    }
-    # the takeover as a part of the statement that reads
-    head, update = take.split("UPDATE", 1) if take.startswith("WITH") else ("WITH ", take)
-    free, _, locking = head.rpartition(")")
-    sql = f"{free}), taken (lane) AS (UPDATE{update}) {both}"
-    assert not locking.strip()
-    sql = sql.replace(update, update.partition("RETURNING")[0] + "RETURNING relaybus_lanes.lane")
+    both = """
+        WITH free AS MATERIALIZED (
+          SELECT lane FROM relaybus_lanes
+          WHERE lane = %(lane)s AND lease_expires_at < statement_timestamp()
+          FOR UPDATE SKIP LOCKED
+        ), taken AS (
+          UPDATE relaybus_lanes AS l SET epoch = epoch + 1, holder = %(holder)s
+          FROM free WHERE l.lane = free.lane RETURNING l.lane
+        )
+        SELECT id FROM relaybus_deliveries JOIN taken USING (lane)
+    """
     with bench.gate(new.taker) as gate:
         with waiting(
             new.taker,
-            lambda: [id for (id,) in new.taker.exec_driver_sql(sql, parameters)],
+            lambda: new.taker.exec_driver_sql(both, {"lane": LANE, "holder": new.id}).all(),
         ) as takeover:
             assert old.complete(delivery)
             gate.rollback()
-            assert takeover.result() == [delivery.id]
+            assert takeover.result() == [(delivery.id,)]
     assert bench.deliveries() == []
 
 

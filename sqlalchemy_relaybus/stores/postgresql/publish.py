@@ -17,6 +17,7 @@ from sqlalchemy import (
     ARRAY,
     BigInteger,
     Connection,
+    DateTime,
     Executable,
     Float,
     Select,
@@ -34,7 +35,8 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy.dialects.postgresql import insert as pg_insert
-from sqlalchemy.sql.selectable import CTE
+from sqlalchemy.sql.elements import ColumnElement
+from sqlalchemy.sql.selectable import CTE, FromClause
 
 from ...event import Event
 from ...lanes import lane_of, lane_of_event
@@ -52,7 +54,7 @@ def publish(tables: Tables, connection: Connection, events: Sequence[NewEvent]) 
     sequences = _number(tables, connection, events)
     while True:
         given = any(new.given_id for new in events)
-        delayed = any(new.delay is not None for new in events)
+        delayed = any(new.waits for new in events)
         result = connection.execute(
             _insertion(tables, given, delayed), _parameters(events, sequences)
         )
@@ -137,6 +139,7 @@ _NEW = rows(
     handlers=("handlers", Text()),
     lane=("lanes", SmallInteger()),
     delay=("delays", Float()),
+    available_at=("moments", DateTime(timezone=True)),
 )
 
 
@@ -152,7 +155,12 @@ def _parameters(events: Sequence[NewEvent], sequences: dict[UUID, int]) -> dict[
         "handlers": [_BLANK.join(new.handlers) for new in events],
         "lanes": array_literal(map(_lane, each)),
         "delays": array_literal(new.delay for new in events),
+        "moments": array_literal(_moment(new) for new in events),
     }
+
+
+def _moment(new: NewEvent) -> str | None:
+    return None if new.available_at is None else f'"{new.available_at.isoformat()}"'
 
 
 def _lane(event: Event) -> int:
@@ -202,7 +210,7 @@ def _insertion(tables: Tables, given: bool, delayed: bool) -> Executable:
         .lateral()
     )
     routes = (
-        select(new.c.id.label("event_id"), each.c.handler, new.c.lane, new.c.key, new.c.delay)
+        select(new.c.id.label("event_id"), each.c.handler, new.c.lane, new.c.key, _due(new))
         .select_from(new.join(each, true()))
         .order_by(new.c.n, each.c.m)
     )
@@ -215,6 +223,11 @@ def _insertion(tables: Tables, given: bool, delayed: bool) -> Executable:
 def _run_all(*writes: CTE) -> Executable:
     """Data-modifying CTEs run to their end whether or not anybody reads them."""
     return select(literal_column("1")).where(false()).add_cte(*writes)
+
+
+def _due(rows: FromClause) -> ColumnElement[Any]:
+    """When the deliveries of *rows* are due, by the database's clock; null: at once."""
+    return func.coalesce(rows.c.available_at, CLOCK + seconds(rows.c.delay)).label("due")
 
 
 def _deliver(tables: Tables, routes: Select[Any], delayed: bool) -> list[CTE]:
@@ -230,7 +243,7 @@ def _deliver(tables: Tables, routes: Select[Any], delayed: bool) -> list[CTE]:
             ordered.c.handler,
             ordered.c.lane,
             ordered.c.key,
-            ordered.c.delay,
+            ordered.c.due,
         )
         .cte("drawn")
         .prefix_with("MATERIALIZED")
@@ -242,13 +255,13 @@ def _deliver(tables: Tables, routes: Select[Any], delayed: bool) -> list[CTE]:
         ]
     later = select(
         *(drawn.c[name] for name in names),
-        CLOCK + seconds(drawn.c.delay),
+        drawn.c.due,
         literal_column("true"),
         literal_column("'delayed'"),
-    ).where(drawn.c.delay.is_not(None))
+    ).where(drawn.c.due.is_not(None))
     return [
         insert(deliveries)
-        .from_select(names, ready.where(drawn.c.delay.is_(None)), include_defaults=False)
+        .from_select(names, ready.where(drawn.c.due.is_(None)), include_defaults=False)
         .cte("delivered"),
         insert(parked)
         .from_select([*names, "available_at", "blocks", "status"], later, include_defaults=False)
@@ -289,6 +302,7 @@ def _extension(tables: Tables, delayed: bool) -> Executable:
             lane=("lanes", SmallInteger()),
             key=("keys", Text()),
             delay=("delays", Float()),
+            available_at=("moments", DateTime(timezone=True)),
         )
     ).cte("asked")
     added = (
@@ -303,7 +317,7 @@ def _extension(tables: Tables, delayed: bool) -> Executable:
         .cte("listed")
     )
     routes = select(
-        asked.c.event_id, asked.c.handler, asked.c.lane, asked.c.key, asked.c.delay
+        asked.c.event_id, asked.c.handler, asked.c.lane, asked.c.key, _due(asked)
     ).order_by(asked.c.n)
     return _run_all(listed, *_deliver(tables, routes, delayed))
 
@@ -336,7 +350,8 @@ def _add_handlers(
             ),
             "keys": [key for _, _, key in added],
             "delays": array_literal(new.delay for new, _, _ in added),
+            "moments": array_literal(_moment(new) for new, _, _ in added),
         }
-        delayed = any(new.delay is not None for new, _, _ in added)
+        delayed = any(new.waits for new, _, _ in added)
         connection.execute(_extension(tables, delayed), parameters)
     return [new for new in known if new.event.id not in stored]

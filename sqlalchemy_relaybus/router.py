@@ -1,0 +1,141 @@
+"""What handles what: handlers by name, and the names that each type of event goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
+
+from sqlalchemy.orm import Session
+
+from . import codec
+from .exc import ConfigurationError, DuplicateHandlerError, HandlerSignatureError, as_seconds
+from .inject import Injection, resolve
+from .retry import Exponential, RetryPolicy
+
+F = TypeVar("F", bound=Callable[..., Any])
+Mode = Literal["at_least_once", "transactional"]
+MODES = ("at_least_once", "transactional")
+
+
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """A registered handler."""
+
+    name: str
+    types: tuple[str, ...]
+    function: Callable[..., Any]
+    mode: Mode
+    retry: RetryPolicy
+    #: seconds a run may take; ``None``: no limit
+    timeout: float | None
+    session_factory: Callable[..., Session] | None
+    injection: Injection
+
+
+class Router:
+    """A group of handlers, for a bus to include: a module of an application has one of its own."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[str, Handler] = {}
+        self._routes: dict[str, tuple[str, ...]] = {}
+
+    @property
+    def handlers(self) -> Mapping[str, Handler]:
+        """The registered handlers by name; a read-only view."""
+        return MappingProxyType(self._handlers)
+
+    def handler(
+        self,
+        *types: str,
+        name: str,
+        mode: Mode = "at_least_once",
+        retry: RetryPolicy | None = None,
+        timeout: timedelta | float | None = None,
+        session_factory: Callable[..., Session] | None = None,
+    ) -> Callable[[F], F]:
+        """Register the decorated function for events of the given *types*.
+
+        *name* identifies the handler in stored deliveries: keep it when the function is renamed or
+        moved. *retry* says how often and how soon a failed delivery is tried again (default:
+        ``Exponential()``); *timeout* (seconds) ends an attempt that takes longer. In the mode
+        ``"transactional"`` the function takes a ``Session`` or ``Connection``, and what it writes
+        there commits together with the delivery's completion.
+
+        Raises :class:`DuplicateHandlerError` for a name that is taken and
+        :class:`HandlerSignatureError` for parameters that cannot be filled.
+        """
+        codec.check_handler_name(name)
+        if not types:
+            raise ConfigurationError(f"handler {name!r}: name at least one event type")
+        for type_ in types:
+            if callable(type_):
+                raise ConfigurationError('use it as @bus.handler("event.type", name="...")')
+        types = tuple(codec.check_type(type_) for type_ in types)
+        if mode not in MODES:
+            raise ConfigurationError(
+                f"handler {name!r}: the mode must be one of {', '.join(MODES)}, not {mode!r}"
+            )
+        if session_factory is not None and mode != "transactional":
+            raise ConfigurationError(
+                f"handler {name!r}: a session_factory serves the mode 'transactional' only"
+            )
+        limit = None if timeout is None else as_seconds(timeout)
+        if limit == 0:
+            raise ConfigurationError(f"handler {name!r}: the timeout must be more than 0 s")
+
+        def register(function: F) -> F:
+            if name in self._handlers:
+                raise DuplicateHandlerError(name)
+            injection = resolve(name, function, mode)
+            if mode == "transactional" and injection.is_async:
+                raise HandlerSignatureError(
+                    name,
+                    None,
+                    "a transactional handler is a plain function with a Session for now; make it "
+                    "'def' instead of 'async def'",
+                )
+            self._handlers[name] = Handler(
+                name,
+                types,
+                function,
+                mode,
+                retry if retry is not None else Exponential(),
+                limit,
+                session_factory,
+                injection,
+            )
+            for type_ in types:
+                self._add_routes(type_, [name])
+            return function
+
+        return register
+
+    def route(self, type: str, *, to: Iterable[str]) -> None:
+        """Let events of *type* go to handlers of other processes too, by their names.
+
+        This process publishes the deliveries; a worker that has a handler of that name runs it.
+        """
+        if isinstance(to, str):
+            raise ConfigurationError(f"route {type!r}: give a list of names, to=[{to!r}]")
+        names = list(to)
+        for name in names:
+            codec.check_handler_name(name)
+        self._add_routes(codec.check_type(type), names)
+
+    def include(self, router: Router) -> None:
+        """Add the handlers and routes that *router* has now.
+
+        Raises :class:`DuplicateHandlerError`, adding none, for a name that is taken.
+        """
+        for name in router._handlers:
+            if name in self._handlers:
+                raise DuplicateHandlerError(name)
+        self._handlers.update(router._handlers)
+        for type, names in router._routes.items():
+            self._add_routes(type, names)
+
+    def _add_routes(self, type: str, names: Iterable[str]) -> None:
+        self._routes[type] = tuple(dict.fromkeys((*self._routes.get(type, ()), *names)))
