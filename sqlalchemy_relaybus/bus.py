@@ -20,6 +20,7 @@ from .exc import (
     as_seconds,
 )
 from .notify import Waker
+from .record import C, Changes, record
 from .retry import MAX_DELAY
 from .router import Router
 from .session import SessionHook, publish_on_connection, session_of
@@ -164,15 +165,61 @@ class RelayBus(Router):
         await connection.run_sync(lambda sync: publish_on_connection(self._tables, sync, [new]))
         return new.event
 
+    def record(
+        self,
+        instance: object,
+        type: str,
+        payload: Any,
+        *,
+        key: str | Callable[[Any], str | None] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Publish an event about the mapped object *instance*, on the session that it is in.
+
+        *payload* and *key* may be functions of the object. They are called when the flush has
+        given a new object its primary key; what is wrong with their results is raised there.
+        """
+        record(
+            self._hook,
+            lambda data, key: self._new(type, data, key, headers=headers),
+            instance,
+            payload,
+            key,
+        )
+
+    def record_changes(
+        self,
+        *,
+        insert: str | None = None,
+        update: str | None = None,
+        delete: str | None = None,
+        payload: Callable[[Any], Any],
+        key: Callable[[Any], str | None] | None = None,
+    ) -> Callable[[C], C]:
+        """Publish an event for each object of the decorated mapped class that a flush writes.
+
+        *insert*, *update* and *delete* are the event types; what is not named is not published.
+        *payload* and *key* are functions of the object, called at the end of the flush (for a
+        delete, just before). An update counts if a column has changed. Bulk operations and Core
+        statements do not go through the objects, and publish nothing.
+        """
+        return Changes.of(
+            self._hook,
+            self._new,
+            {"after_insert": insert, "after_update": update, "before_delete": delete},
+            payload,
+            key,
+        )
+
     def _new(
         self,
         type: str,
         payload: Any,
         key: str | None,
-        id: UUID | str | None,
-        headers: Mapping[str, str] | None,
-        delay: timedelta | float | None,
-        available_at: datetime | None,
+        id: UUID | str | None = None,
+        headers: Mapping[str, str] | None = None,
+        delay: timedelta | float | None = None,
+        available_at: datetime | None = None,
     ) -> NewEvent:
         type = codec.check_type(type)
         key = codec.check_key(key)

@@ -62,6 +62,10 @@ class SessionHook:
     def __init__(self, tables: Tables, waker: Waker | None) -> None:
         self._tables = tables
         self._waker = waker
+        #: events of objects that the present flush of a session has written
+        self._deferred: weakref.WeakKeyDictionary[Session, list[Callable[[], NewEvent]]] = (
+            weakref.WeakKeyDictionary()
+        )
         #: where a flush keeps the events that wait for its end
         self._waiting = f"relaybus-{id(self):x}"
         self._classes: weakref.WeakSet[type[Session]] = weakref.WeakSet()
@@ -141,14 +145,23 @@ class SessionHook:
         if session._flushing:  # by a flush hook of the application: too late to queue
             self.write(session, [new()])
             return
-        if self._classes.isdisjoint(type(session).__mro__):
-            self.attach(session)
+        self._ensure(session)
         _map_pending()
         session.add(Pending(self, new, after))
+
+    def defer(self, session: Session, new: Callable[[], NewEvent]) -> None:
+        """From within a flush of *session*: write an event at its end."""
+        self._ensure(session)
+        self._deferred.setdefault(session, []).append(new)
+
+    def _ensure(self, session: Session) -> None:
+        if self._classes.isdisjoint(type(session).__mro__):
+            self.attach(session)
 
     def _before_flush(
         self, session: Session, flush_context: UOWTransaction, instances: object
     ) -> None:
+        self._deferred.pop(session, None)  # of a flush that failed
         mine = [each for each in session.new if type(each) is Pending and each.hook is self]
         if not mine:
             return
@@ -164,9 +177,10 @@ class SessionHook:
             self.write(session, [each.new() for each in mine])
 
     def _after_flush(self, session: Session, flush_context: UOWTransaction) -> None:
-        waiting = flush_context.attributes.pop(self._waiting, None)
-        if waiting:
-            self.write(session, [each.new() for each in waiting])
+        new = [each.new for each in flush_context.attributes.pop(self._waiting, ())]
+        new += self._deferred.pop(session, ())
+        if new:
+            self.write(session, [make() for make in new])
 
     def write(self, session: Session, events: Sequence[NewEvent]) -> None:
         """Insert *events* now, in the session's transaction on the database of our tables."""

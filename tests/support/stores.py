@@ -59,7 +59,7 @@ def new_event(
 ) -> NewEvent:
     """An event as the bus hands it to the store."""
     event = Event(id or new_event_id(), "test.happened", payload, key)
-    return NewEvent(event, handlers, delay, None, given_id=id is not None)
+    return NewEvent(event, handlers, delay, given_id=id is not None)
 
 
 def parked(

@@ -1,0 +1,110 @@
+"""Events from mapped objects: one at a time, or for every change of a class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from sqlalchemy import event
+from sqlalchemy.orm import Session, object_session
+
+from .codec import check_type
+from .exc import ConfigurationError
+from .session import SessionHook
+from .stores.base import NewEvent
+
+C = TypeVar("C", bound=type[Any])
+#: Makes a :class:`NewEvent` of ``(type, payload, key)``.
+Make = Callable[[str, Any, "str | None"], NewEvent]
+
+
+def record(
+    hook: SessionHook,
+    make: Callable[[Any, str | None], NewEvent],
+    instance: object,
+    payload: Any,
+    key: Any,
+) -> None:
+    """Queue an event about *instance* on its session; callables are called once it has its key."""
+    session = object_session(instance)
+    if session is None:
+        raise ConfigurationError(
+            f"{instance!r} is in no session; add it to one before recording an event about it"
+        )
+
+    def new() -> NewEvent:
+        return make(
+            payload(instance) if callable(payload) else payload,
+            key(instance) if callable(key) else key,
+        )
+
+    if callable(payload) or callable(key):
+        hook.publish(session, new, after=instance)
+    else:
+        made = new()  # so that what is wrong with it is told here
+        hook.publish(session, lambda: made, after=instance)
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Publishes an event for every change of a mapped class's objects that a flush writes."""
+
+    hook: SessionHook
+    make: Make
+    #: mapper event to event type
+    types: Mapping[str, str]
+    payload: Callable[[Any], Any]
+    key: Callable[[Any], str | None] | None
+
+    @classmethod
+    def of(
+        cls,
+        hook: SessionHook,
+        make: Make,
+        types: Mapping[str, str | None],
+        payload: Callable[[Any], Any],
+        key: Callable[[Any], str | None] | None,
+    ) -> Changes:
+        chosen = {name: check_type(type) for name, type in types.items() if type is not None}
+        if not chosen:
+            raise ConfigurationError(
+                "name an event type for insert, update or delete"
+            )
+        if not callable(payload) or (key is not None and not callable(key)):
+            raise ConfigurationError("payload and key must be functions of the object")
+        return cls(hook, make, chosen, payload, key)
+
+    def __call__(self, class_: C) -> C:
+        """Listen on *class_* and its subclasses."""
+        for name in self.types:
+            event.listen(class_, name, getattr(self, name), propagate=True)
+        return class_
+
+    # SQLAlchemy calls these during the flush, with the object's primary key set.
+
+    def after_insert(self, mapper: object, connection: object, instance: Any) -> None:
+        self._defer(instance, self.types["after_insert"])
+
+    def after_update(self, mapper: object, connection: object, instance: Any) -> None:
+        session = object_session(instance)
+        # it is called for every dirty object, with or without anything to update
+        if session is not None and session.is_modified(instance, include_collections=False):
+            self._defer(instance, self.types["after_update"])
+
+    def before_delete(self, mapper: object, connection: object, instance: Any) -> None:
+        # its attributes can be loaded now, and not any more when it is gone
+        made = self._new(instance, self.types["before_delete"])
+        self._session(instance, lambda: made)
+
+    def _defer(self, instance: Any, type: str) -> None:
+        self._session(instance, lambda: self._new(instance, type))
+
+    def _new(self, instance: Any, type: str) -> NewEvent:
+        key = None if self.key is None else self.key(instance)
+        return self.make(type, self.payload(instance), key)
+
+    def _session(self, instance: Any, new: Callable[[], NewEvent]) -> None:
+        session: Session | None = object_session(instance)
+        assert session is not None  # it is being flushed
+        self.hook.defer(session, new)
