@@ -415,8 +415,10 @@ SELECT setval({deliveries_id_seq:literal}, max(id)) FROM {delivery_map_0002} HAV
     "INSERT INTO {keys} (key, last) SELECT key, last_sequence FROM {ordering_keys}",
     # A page for each lane: seeded wider than the fillfactor leaves room for, then emptied in place.
     # Ten lanes a page, as the fillfactor alone gives, leave a twentieth of the updates not HOT.
-    "INSERT INTO {lanes} (lane, prefetched)"
-    " SELECT lane, array_fill(0::bigint, ARRAY[120]) FROM generate_series(0, 255) AS lane",
+    """
+INSERT INTO {lanes} (lane, prefetched)
+SELECT lane, array_fill(0::bigint, ARRAY[120]) FROM generate_series(0, 255) AS lane
+""",
     "UPDATE {lanes} SET prefetched = '{{}}'",
     """
 DROP TABLE {delivery_map_0002}, {event_map_0002}, {deliveries_old}, {events_old}, {ordering_keys}

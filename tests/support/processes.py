@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 #: How long to wait for anything, seconds: long, because it is only reached when a test fails.
 PATIENCE = 60.0
@@ -81,7 +82,7 @@ class Process:
                 self.lines.append(line)
         return code
 
-    def __enter__(self) -> Process:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

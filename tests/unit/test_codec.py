@@ -46,7 +46,7 @@ class Colour(StrEnum):
     RED = "red"
 
 
-class Old(str, Enum):  # what people wrote before StrEnum
+class Old(str, Enum):  # noqa: UP042 - what people wrote before StrEnum
     RED = "red"
 
 
