@@ -85,7 +85,7 @@ def test_all_are_policies_and_values() -> None:
     policies: list[RetryPolicy] = [Exponential(), Fixed(wait=1), NoRetry()]
     for policy in policies:
         assert isinstance(policy, RetryPolicy)
-        assert policy == policy  # hashable
+        assert hash(policy) == hash(policy)
         with pytest.raises(FrozenInstanceError):
             policy.max_attempts = 2  # type: ignore[misc]
     assert not isinstance(object(), RetryPolicy)
