@@ -8,6 +8,7 @@ that SQLAlchemy's statement cache works across buses.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 from sqlalchemy import (
     ARRAY,
@@ -15,6 +16,7 @@ from sqlalchemy import (
     Boolean,
     CheckConstraint,
     Column,
+    Connection,
     DateTime,
     Index,
     Integer,
@@ -25,6 +27,7 @@ from sqlalchemy import (
     Table,
     Text,
     Uuid,
+    event,
     text,
 )
 from sqlalchemy.sql.elements import conv
@@ -33,6 +36,20 @@ SCHEMA_VERSION = 2
 DEFAULT_PREFIX = "relaybus_"
 
 _TIMESTAMP = DateTime(timezone=True)
+
+
+def _store(table: Table, **parameters: str) -> None:
+    """Give *table* storage parameters. (``postgresql_with`` on tables is new in SQLAlchemy 2.1.)"""
+    settings = ", ".join(f"{name} = {value}" for name, value in parameters.items())
+
+    def set_parameters(target: Table, connection: Connection, **kw: Any) -> None:
+        if connection.dialect.name == "postgresql":
+            quoted = connection.dialect.identifier_preparer.format_table(target)
+            # as text() wants it: no parameter in it, and percent signs doubled by itself
+            name = quoted.replace("%%", "%").replace(":", r"\:")
+            connection.execute(text(f"ALTER TABLE {name} SET ({settings})"))
+
+    event.listen(table, "after_create", set_parameters)
 
 
 class Tables:
@@ -95,10 +112,9 @@ class Tables:
             Column("key", Text),
             Column("last_error", Text),
             primary_key("deliveries", "lane", "id"),
-            postgresql_with={
-                "autovacuum_vacuum_scale_factor": "0.02",
-                "autovacuum_vacuum_cost_delay": "0",
-            },
+        )
+        _store(
+            self.deliveries, autovacuum_vacuum_scale_factor="0.02", autovacuum_vacuum_cost_delay="0"
         )
 
         #: What is not to be claimed now: delayed, retrying, snoozed, dead. Out of the range that
@@ -165,8 +181,8 @@ class Tables:
             Column("prefetched", ARRAY(BigInteger), nullable=False, server_default=text("'{}'")),
             primary_key("lanes", "lane"),
             CheckConstraint("lane BETWEEN 0 AND 255", name=conv(name("lanes_lane_check"))),
-            postgresql_with={"fillfactor": "10"},
         )
+        _store(self.lanes, fillfactor="10")
 
         #: One row an ordering key: its counter, locked by a publisher until it commits.
         self.keys = Table(
@@ -175,8 +191,8 @@ class Tables:
             Column("last", BigInteger, nullable=False),
             Column("key", Text, nullable=False),
             primary_key("keys", "key"),
-            postgresql_with={"fillfactor": "70"},
         )
+        _store(self.keys, fillfactor="70")
 
         #: The worker processes alive, for sharing lanes among them. A hint: no guarantee rests
         #: on it.

@@ -112,10 +112,12 @@ def _create_tables() -> None:
         sa.Column("last_error", sa.Text),
         primary_key("deliveries", "lane", "id"),
         schema=schema,
-        postgresql_with={
-            "autovacuum_vacuum_scale_factor": "0.02",
-            "autovacuum_vacuum_cost_delay": "0",
-        },
+    )
+    op.execute(
+        here.sql(
+            "ALTER TABLE {deliveries} SET"
+            " (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_cost_delay = 0)"
+        )
     )
     op.create_table(
         here.name("parked"),
@@ -156,16 +158,16 @@ def _create_tables() -> None:
         primary_key("lanes", "lane"),
         sa.CheckConstraint("lane BETWEEN 0 AND 255", name=conv(here.name("lanes_lane_check"))),
         schema=schema,
-        postgresql_with={"fillfactor": "10"},
     )
+    op.execute(here.sql("ALTER TABLE {lanes} SET (fillfactor = 10)"))
     op.create_table(
         here.name("keys"),
         sa.Column("last", sa.BigInteger, nullable=False),
         sa.Column("key", sa.Text, nullable=False),
         primary_key("keys", "key"),
         schema=schema,
-        postgresql_with={"fillfactor": "70"},
     )
+    op.execute(here.sql("ALTER TABLE {keys} SET (fillfactor = 70)"))
     op.create_table(
         here.name("workers"),
         sa.Column("holder", sa.Uuid, nullable=False),

@@ -30,6 +30,8 @@ class Lease(NamedTuple):
     version: int
     #: where the store finds the lane's row fastest; a wrong one costs a look-up, nothing else
     address: str
+    #: for how many exchanges the store leaves the row's dead versions alone; its own matter
+    untidied: int = 0
 
 
 class Taken(NamedTuple):

@@ -19,6 +19,8 @@ import os
 import signal
 import sys
 import threading
+import time
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -32,6 +34,8 @@ from ..settings import Settings, click_options
 from . import Worker
 
 EXIT_LEFT_BEHIND = 3
+#: Seconds beyond the grace after which a worker that hangs is ended.
+_LATE = 1.0
 
 
 class Signals:
@@ -40,6 +44,8 @@ class Signals:
     def __init__(self) -> None:
         self.worker: Worker | None = None
         self._received = False
+        #: reentrant, as a signal handler needs it
+        self._stops: SimpleQueue[None] = SimpleQueue()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
 
@@ -47,7 +53,20 @@ class Signals:
         if self._received or self.worker is None:
             os._exit(128 + number)
         self._received = True
+        self._stops.put(None)
         self.worker.stop()
+
+    def serve(self, worker: Worker, grace: float) -> None:
+        """From now on signals are for *worker*, which gets *grace* seconds to stop."""
+        threading.Thread(target=self._end_late, args=(grace,), daemon=True).start()
+        self.worker = worker
+
+    def _end_late(self, grace: float) -> None:
+        # A statement or a connection attempt may hang in a dead network for longer than that.
+        self._stops.get()
+        time.sleep(grace + _LATE)
+        os.write(2, b"the worker does not end within its grace: leases run out by themselves\n")
+        os._exit(EXIT_LEFT_BEHIND)
 
 
 def load(app: str) -> RelayBus:
@@ -127,8 +146,12 @@ def main(app: str, url: str, log_level: str, **values: Any) -> None:
         url, pool_size=settings.pool_size, max_overflow=settings.pool_size, pool_pre_ping=True
     )
     worker = Worker(bus, engine, settings)
-    signals.worker = worker
-    code = 0 if worker.run() else EXIT_LEFT_BEHIND
+    signals.serve(worker, settings.grace)
+    try:
+        code = 0 if worker.run() else EXIT_LEFT_BEHIND
+    except BaseException:
+        engine.dispose()
+        raise
     logging.getLogger("sqlalchemy_relaybus.worker").info("worker %s stopped", settings.owner)
     logging.shutdown()
     if threading.active_count() > 1:

@@ -150,7 +150,7 @@ class Pump:
                 log.warning(
                     "the database failed (%s); trying again in %.1f s", _first_line(error), pause
                 )
-                self._wait(pause)
+                self._sit_out(pause)
 
     def _serve(self, connection: Connection) -> bool:
         while True:
@@ -172,6 +172,17 @@ class Pump:
                 self._holds.hand_back(connection)
             if wait > 0:
                 self._wait(wait)
+
+    def _sit_out(self, seconds: float) -> None:
+        """Wait for *seconds*, whatever handlers report meanwhile; at most until the stop's end."""
+        end = time.monotonic() + seconds
+        while True:
+            until = end if self._stop_by is None else min(end, self._stop_by)
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            self._signal.clear()
+            self._signal.wait(left)
 
     def _wait(self, seconds: float) -> None:
         if len(self._inbox) < self._enough:
@@ -275,8 +286,8 @@ class Pump:
         if self._parks:
             self._park_at = time.monotonic() + RETRY_LOCKED
             for park in self._parks.values():
-                # claiming what waits for it would only have it refused
-                park.delivery.hold.not_before = self._park_at
+                # claiming what waits for it would only have it refused; other keys go on
+                park.delivery.hold.not_before = self._park_at - RETRY_LOCKED / 2
 
     def _record(self, connection: Connection, parks: list[Park]) -> None:
         parked, locked = self._store.park(connection, self._holder, parks)

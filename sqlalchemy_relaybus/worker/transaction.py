@@ -13,7 +13,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from ..event import Context
-from ..exc import LostLeaseError, RelayBusError
+from ..exc import ConfigurationError, LostLeaseError, RelayBusError
 from ..router import Handler
 from ..stores.base import Delivery, Store
 from ..tables import Tables
@@ -46,6 +46,9 @@ class _KeepOpen:
         def refuse(ending: Session | Connection) -> None:
             if not ending.in_nested_transaction():
                 self._ended = True
+                if isinstance(ending, Connection):
+                    # an error from here makes SQLAlchemy take it for ended and roll back no more
+                    ending.dialect.do_rollback(ending.connection)
                 raise TransactionEndedError(self._handler)
 
         event.listen(target, commit, refuse)
@@ -82,6 +85,7 @@ class Transactions:
         keep = _KeepOpen(handler.name)
         if handler.injection.session_kind == "connection":
             with self._engine.connect() as connection, connection.begin() as begun:
+                _refuse_autocommit(handler, connection)
                 with keep.watch(connection, "commit"):
                     self._invoke(handler, delivery, context, connection)
                     keep.check(connection.get_transaction() is begun and begun.is_active)
@@ -90,6 +94,9 @@ class Transactions:
         factory = handler.session_factory or self._session_factory
         session = factory() if factory is not None else Session(self._engine)
         with session, session.begin() as transaction:
+            bind = session.get_bind(clause=self._tables.deliveries)
+            if isinstance(bind, Engine) and _autocommits(bind):
+                raise _no_transaction(handler)
             with keep.watch(session, "before_commit"):
                 self._invoke(handler, delivery, context, session)
                 keep.check(session.get_transaction() is transaction and transaction.is_active)
@@ -97,6 +104,7 @@ class Transactions:
             connection = session.connection(bind_arguments={"clause": self._tables.deliveries})
             # false where the handler ended the transaction of the connection below the session
             keep.check(connection.in_transaction())
+            _refuse_autocommit(handler, connection)
             self._complete(connection, delivery)
 
     def _invoke(self, handler: Handler, delivery: Delivery, context: Context, session: Any) -> None:
@@ -116,6 +124,27 @@ class Transactions:
             raise
         if not completed:
             raise LostLeaseError(delivery.lane, delivery.id)
+
+
+def _autocommits(engine: Engine) -> bool:
+    """Whether the engine's connections are made for AUTOCOMMIT, as far as it tells."""
+    level = engine.get_execution_options().get("isolation_level")
+    return (level or getattr(engine.dialect, "_on_connect_isolation_level", None)) == "AUTOCOMMIT"
+
+
+def _refuse_autocommit(handler: Handler, connection: Connection) -> None:
+    driver_connection = connection.connection.dbapi_connection
+    if driver_connection is not None and connection.dialect.detect_autocommit_setting(
+        driver_connection
+    ):
+        raise _no_transaction(handler)
+
+
+def _no_transaction(handler: Handler) -> ConfigurationError:
+    return ConfigurationError(
+        f"handler {handler.name!r} is transactional, but its connection is in AUTOCOMMIT mode, "
+        "where a rollback would keep what it wrote; give it an engine with transactions"
+    )
 
 
 def check_result(handler: Handler, result: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable
 
 from sqlalchemy import Engine
@@ -37,6 +38,7 @@ class Listener:
     def _run(self) -> None:
         failures = 0
         while not self._stopped.is_set():
+            began = time.monotonic()
             try:
                 with self._engine.connect().execution_options(
                     isolation_level="AUTOCOMMIT"
@@ -44,15 +46,16 @@ class Listener:
                     if not self._store.can_listen(connection):
                         log.warning("this driver cannot listen: new work is found by polling")
                         return
-                    # it listens for ever: no pool is to hand it to anybody else, or to keep it
-                    connection.detach()
-                    # what was published while nobody listened
-                    self._hint()
-                    failures = 0
-                    for _ in self._store.listen(connection, self._stopped.is_set):
+                    try:
+                        # what was published while nobody listened
                         self._hint()
-            except Exception as error:  # noqa: BLE001 - the driver's own errors come through as well
-                failures += 1
+                        for _ in self._store.listen(connection, self._stopped.is_set):
+                            self._hint()
+                    finally:
+                        # it goes on listening: no pool is to hand it to anybody else
+                        connection.invalidate()
+            except Exception as error:  # noqa: BLE001 - the driver's own come through as well
+                failures = 1 if time.monotonic() - began > MAX_PAUSE else failures + 1
                 pause = min(MAX_PAUSE, 0.1 * 2 ** min(failures, 10)) * random.uniform(0.5, 1)
                 log.info("listening failed (%s); again in %.1f s", error, pause)
                 self._stopped.wait(pause)

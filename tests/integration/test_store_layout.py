@@ -104,7 +104,8 @@ def test_a_retry_costs_index_entries_only_where_it_happens(bench: Bench) -> None
     bench.publish(new_event(KEY))
     holder = bench.holder()
     holder.take(LANE)
-    holder.park(parked(*holder.claim(), delay=0))
+    [delivery] = holder.claim()
+    holder.park(parked(delivery, delay=0))
     assert index_entries(bench, bench.tables.parked) == 3
     holder.promote()
     holder.exchange(finished=holder.claim())

@@ -1,4 +1,4 @@
-"""Publishing: with the caller's transaction, once for each id and handler, in the order of a key."""
+"""Publishing: with the caller's transaction, once for each id and handler, in order of a key."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
@@ -37,7 +38,7 @@ def handlers_of(bench: Bench, id: UUID) -> list[str]:
     return [handler for (handler,) in found]
 
 
-def events(bench: Bench) -> list[tuple[object, ...]]:
+def events(bench: Bench) -> list[tuple[Any, ...]]:
     """Id and handlers of every event."""
     return bench.read(select(bench.tables.events.c.id, bench.tables.events.c.handlers))
 
@@ -48,9 +49,9 @@ def events(bench: Bench) -> list[tuple[object, ...]]:
 def test_events_commit_and_roll_back_with_the_callers_transaction(bench: Bench) -> None:
     with bench.connect() as connection:
         bench.store.publish(connection, [new_event(KEY), new_event(delay=60)])
-        assert bench.deliveries() == bench.parked() == events(bench) == []
+        assert (bench.deliveries(), bench.parked(), events(bench)) == ([], [], [])
         connection.rollback()
-        assert bench.deliveries() == bench.parked() == events(bench) == []
+        assert (bench.deliveries(), bench.parked(), events(bench)) == ([], [], [])
         bench.store.publish(connection, [new_event(KEY), new_event(delay=60)])
         connection.commit()
     assert (len(bench.deliveries()), len(bench.parked()), len(events(bench))) == (1, 1, 2)

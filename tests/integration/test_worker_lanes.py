@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import random
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, event, select, text, update
+from sqlalchemy import Engine, create_engine, select, text, update
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from sqlalchemy_relaybus import Context, Event, Fixed, NoRetry, RelayBus
 from sqlalchemy_relaybus.stores.postgresql.store import PostgreSQLStore
+from tests.support.databases import open_engine
+from tests.support.proxy import proxy_to
 from tests.support.workers import (
     Runs,
     dead,
@@ -38,8 +43,15 @@ def bus() -> RelayBus:
     return RelayBus()
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A directory for a Unix socket, whose path may not be long."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="rb-") as directory:
+        yield Path(directory)
+
+
 def increasing(rows: list[Any]) -> bool:
-    return all(a < b for a, b in zip(rows, rows[1:], strict=False))
+    return all(a < b for a, b in itertools.pairwise(rows))
 
 
 # -- order -----------------------------------------------------------------------------------------
@@ -221,7 +233,8 @@ def lock_rows(bus: RelayBus, engine: Engine, count: int) -> Iterator[list[Any]]:
 
 def _calls(engine: Engine) -> int:
     query = text(
-        "SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname = current_database()"
+        "SELECT xact_commit + xact_rollback FROM pg_stat_database "
+        "WHERE datname = current_database()"
     )
     with engine.connect() as connection:
         return connection.scalar(query) or 0
@@ -264,7 +277,9 @@ def test_somebody_elses_lock_beside_a_steady_flow(
             eventually(lambda: ready(bus, engine) == 1)
             assert lane in held_lanes(bus, engine, worker.holder)
         drained(bus, engine)
-    assert sorted(map(str, (row[0] for row in runs.rows))) == sorted([*map(str, range(n)), "locked"])
+    assert sorted(map(str, (row[0] for row in runs.rows))) == sorted(
+        [*map(str, range(n)), "locked"]
+    )
     assert "lost the lease" not in caplog.text
     assert "refused" not in caplog.text
     assert caplog.text.count("holds a lock") <= 3
@@ -279,7 +294,7 @@ def test_a_blocked_event_loop_keeps_its_lanes(bus: RelayBus, engine: Engine) -> 
     @bus.handler("step", name="h")
     async def h(event: Event, context: Context) -> None:
         runs.add("began", context.attempt, context.fence)
-        time.sleep(4)  # noqa: ASYNC251
+        time.sleep(4)
         runs.add("ended")
 
     publish(bus, engine, "step", 1)
@@ -476,15 +491,16 @@ def test_lost_replies(
         attempts.add("plain", event.key, event.payload, context.attempt)
         ledger.add("plain", event.key, event.payload)
 
-    with working(bus, engine, concurrency=10, prefetch=10, batch=10, lane_linger=0.05) as worker:
+    settings = {"concurrency": 10, "prefetch": 10, "batch": 10, "lease_duration": 1.0}
+    with working(bus, engine, lane_linger=0.05, **settings) as worker:
         for n in range(12):
             with Session(engine) as session, session.begin():
                 for key in range(8):
                     bus.publish(session, "step", n, key=f"k{key}")
                 bus.publish(session, "step", n)
-            if n % 3 == 0:
+            if n in (0, 7):
                 with cut.on:
-                    cut.left = 2 if n else 1
+                    cut.left = 1 if n else 2
             if n % 4 == 1:
                 eventually(lambda: ready(bus, engine) == 0)
                 eventually(lambda: not held_lanes(bus, engine))
@@ -493,9 +509,9 @@ def test_lost_replies(
             cut.left = 0
         assert worker.alive
         eventually(lambda: not held_lanes(bus, engine))
-    assert cut.cuts >= 2, cut.cuts
+    assert cut.cuts >= 1, cut.cuts
     assert not dead(bus, engine)
-    assert len(ledger) == len(set(ledger.rows)) + (11 - 11) or _unkeyed_twice(ledger)
+    assert len(ledger) == len(set(ledger.rows)) == 2 * 12 * 9
     for handler in ("coroutine", "plain"):
         for key in range(8):
             mine = [row[2] for row in ledger.rows if row[:2] == (handler, f"k{key}")]
@@ -503,10 +519,6 @@ def test_lost_replies(
         assert sorted(r[2] for r in ledger.rows if r[:2] == (handler, None)) == list(range(12))
     # a lost reply charges nobody
     assert {row[3] for row in attempts.rows if row[0] == "plain"} == {1}
-
-
-def _unkeyed_twice(ledger: Runs) -> list[Any]:
-    return [row for row in ledger.rows if ledger.rows.count(row) > 1]
 
 
 def test_the_pumps_connection_is_killed(
@@ -608,3 +620,30 @@ def test_a_broken_database_is_not_hammered(
         assert worker.alive
     assert sorted(row[0] for row in runs.rows) == [1, 2]
     assert not waiting(bus, engine)
+
+
+def test_a_reply_cut_off_on_the_wire(bus: RelayBus, engine: Engine, short_path: Path) -> None:
+    """The server commits an exchange whose answer never arrives, three times."""
+    runs = Runs()
+
+    @bus.handler("step", name="h")
+    async def h(event: Event, context: Context) -> None:
+        await asyncio.sleep(0.002)
+        runs.add(event.key, event.payload, context.attempt)
+
+    url = engine.url.render_as_string(hide_password=False)
+    with proxy_to(url, short_path) as proxy, open_engine(proxy.url) as behind:
+        with working(bus, behind, concurrency=5, prefetch=5, lane_linger=0.05, listen=False):
+            for n in range(3):
+                for each in range(20):
+                    publish(bus, engine, "step", n * 20 + each, key=f"k{each % 4}")
+                # a prepared statement is known by its name: its parameters hold the handler's
+                proxy.cut_reply_to(b"{h}")
+                drained(bus, engine)
+                publish(bus, engine, "step", 1000 + n)
+                drained(bus, engine)
+        assert proxy.cuts >= 2
+    assert sorted(row[1] for row in runs.rows) == [*range(60), 1000, 1001, 1002]
+    assert {row[2] for row in runs.rows} == {1}
+    for key in range(4):
+        assert increasing([n for k, n, _ in runs.rows if k == f"k{key}"])

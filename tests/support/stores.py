@@ -34,8 +34,9 @@ T = TypeVar("T")
 
 #: A lease that has run out as soon as it is written: nothing has to wait for the clock.
 EXPIRED = -3600.0
-#: Milliseconds after which a statement that waits for a lock fails, unless told otherwise.
-LOCK_TIMEOUT = 20_000
+#: Seconds after which a statement that waits for a lock fails, unless told otherwise.
+LOCK_TIMEOUT = 20.0
+STATEMENT_TIMEOUT = 60.0
 _GATE = 7_265_761
 
 
@@ -92,7 +93,7 @@ class Bench:
     def connect(self, isolation: Any = "READ COMMITTED") -> Connection:
         """A connection of its own, on which no lock is waited for endlessly."""
         connection = self._stack.enter_context(self.engine.connect())
-        connection.execute(text(f"SET lock_timeout = {LOCK_TIMEOUT}"))
+        connection.execute(text(f"SET lock_timeout = '{LOCK_TIMEOUT:g}s'"))
         connection.commit()
         return connection.execution_options(isolation_level=isolation)
 
@@ -184,6 +185,9 @@ class Holder:
         #: for single statements, and for the takeover's transaction
         self.connection = bench.connect("AUTOCOMMIT")
         self.taker = bench.connect()
+        for connection in (self.connection, self.taker):
+            bench.store.prepare(connection, lock_timeout=LOCK_TIMEOUT, timeout=STATEMENT_TIMEOUT)
+            connection.commit()
 
     def take(self, *lanes: int, limit: int = 256, lease: float = 60) -> dict[int, Taken]:
         """Take what is free of *lanes*."""

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class Running:
     def _run(self) -> None:
         try:
             self.result = self.worker.run()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - given to whoever stops it
             self.error = error
 
     @property
@@ -112,7 +113,9 @@ class Runs:
         return self.rows
 
 
-def publish(bus: RelayBus, engine: Engine, type: str, *payloads: Any, **options: Any) -> list[Event]:
+def publish(
+    bus: RelayBus, engine: Engine, type: str, *payloads: Any, **options: Any
+) -> list[Event]:
     """Publish events in one transaction of their own."""
     with Session(engine) as session, session.begin():
         return [bus.publish(session, type, payload, **options) for payload in payloads]
@@ -129,9 +132,10 @@ def drained(bus: RelayBus, engine: Engine, limit: float = LIMIT) -> None:
 
     def left() -> tuple[int, int]:
         with engine.connect() as connection:
-            return tuple(connection.execute(query).one())  # type: ignore[return-value]
+            ready, waiting = connection.execute(query).one()
+            return ready, waiting
 
-    eventually(lambda: left() == (0, 0), lambda: "ready %d, waiting %d" % left(), limit)
+    eventually(lambda: left() == (0, 0), lambda: f"ready and waiting: {left()}", limit)
 
 
 def ready(bus: RelayBus, engine: Engine) -> int:
@@ -144,7 +148,9 @@ def waiting(bus: RelayBus, engine: Engine) -> int:
     """How many deliveries are parked and come back by themselves."""
     parked = bus.tables.parked
     with engine.connect() as connection:
-        return connection.scalar(select(func.count()).where(parked.c.available_at.is_not(None))) or 0
+        return (
+            connection.scalar(select(func.count()).where(parked.c.available_at.is_not(None))) or 0
+        )
 
 
 def dead(bus: RelayBus, engine: Engine) -> list[Any]:
@@ -152,7 +158,9 @@ def dead(bus: RelayBus, engine: Engine) -> list[Any]:
     parked = bus.tables.parked
     with engine.connect() as connection:
         return list(
-            connection.execute(select(parked).where(parked.c.status == "dead").order_by(parked.c.id))
+            connection.execute(
+                select(parked).where(parked.c.status == "dead").order_by(parked.c.id)
+            )
         )
 
 
@@ -175,7 +183,7 @@ def holders(bus: RelayBus, engine: Engine) -> dict[Any, int]:
         .group_by(lanes.c.holder)
     )
     with engine.connect() as connection:
-        return {holder: count for holder, count in connection.execute(query)}
+        return {row[0]: row[1] for row in connection.execute(query)}
 
 
 def steal(bus: RelayBus, engine: Engine, lanes: set[int], seconds: float = 60) -> None:
@@ -189,7 +197,7 @@ def steal(bus: RelayBus, engine: Engine, lanes: set[int], seconds: float = 60) -
                 epoch=table.c.epoch + 1,
                 version=0,
                 holder=func.gen_random_uuid(),
-                lease_expires_at=func.clock_timestamp() + func.make_interval(0, 0, 0, 0, 0, 0, seconds),
+                lease_expires_at=func.clock_timestamp() + timedelta(seconds=seconds),
             )
         )
 

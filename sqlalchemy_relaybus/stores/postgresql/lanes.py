@@ -31,7 +31,18 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import insert
 
 from ...tables import Tables
-from .sql import CLOCK, NO_IDS, NOW, Prepared, address, array, lease_end, rows, seconds
+from .sql import (
+    CLOCK,
+    NO_IDS,
+    NOW,
+    Prepared,
+    address,
+    array,
+    lease_end,
+    rows,
+    rows_at,
+    seconds,
+)
 
 
 @lru_cache
@@ -185,9 +196,15 @@ def charge(tables: Tables) -> Prepared:
     """
     deliveries = tables.deliveries
     lost = rows("lost", lane=("lanes", SmallInteger()), id=("ids", BigInteger()))
+    found = (
+        select(address(deliveries))
+        .where(deliveries.c.lane == lost.c.lane, deliveries.c.id == lost.c.id)
+        .limit(literal_column("1"))
+        .lateral("found")
+    )
     return Prepared(
         update(deliveries)
-        .where(deliveries.c.lane == lost.c.lane, deliveries.c.id == lost.c.id)
+        .where(rows_at(deliveries, select(found.c.address).select_from(lost.join(found, true()))))
         .values(attempts=deliveries.c.attempts + 1, claims=deliveries.c.claims + 1)
         .returning(deliveries.c.lane, deliveries.c.id)
     )

@@ -28,6 +28,7 @@ from sqlalchemy import (
     literal,
     literal_column,
     select,
+    true,
     tuple_,
     union_all,
 )
@@ -36,7 +37,7 @@ from sqlalchemy.sql.elements import ColumnElement
 from sqlalchemy.sql.selectable import CTE, FromClause
 
 from ...tables import Tables
-from .sql import CLOCK, NOW, Prepared, array, rows, seconds
+from .sql import CLOCK, NOW, Prepared, address, array, rows, rows_at, seconds
 
 
 def _held(tables: Tables, asked: FromClause) -> CTE:
@@ -79,7 +80,7 @@ def complete(tables: Tables) -> Prepared:
     return Prepared(
         delete(deliveries)
         .where(
-            deliveries.c.lane == held.c.lane,
+            deliveries.c.lane == select(held.c.lane).scalar_subquery(),
             deliveries.c.id == bindparam("id", type_=BigInteger),
             deliveries.c.claims == bindparam("claims", type_=Integer),
         )
@@ -111,44 +112,51 @@ def park(tables: Tables) -> Prepared:
         )
     ).cte("asked")
     held = _held(tables, asked)
-    ours = and_(
-        deliveries.c.lane == asked.c.lane,
-        deliveries.c.id == asked.c.id,
-        deliveries.c.claims == asked.c.claims,
-        held.c.lane == asked.c.lane,
+    row = (
+        select(address(deliveries))
+        .where(
+            deliveries.c.lane == asked.c.lane,
+            deliveries.c.id == asked.c.id,
+            deliveries.c.claims == asked.c.claims,
+        )
+        .limit(literal_column("1"))
+        .lateral("row")
+    )
+    ours = (
+        select(asked.c.id, row.c.address)
+        .select_from(asked.join(held, held.c.lane == asked.c.lane).join(row, true()))
+        .cte("ours")
+        .prefix_with("MATERIALIZED")
     )
     free = (
-        select(
-            deliveries.c.lane,
-            deliveries.c.id,
-            asked.c.charge,
-            asked.c.delay,
-            asked.c.blocks,
-            asked.c.status,
-            asked.c.error,
-        )
-        .where(ours)
+        select(address(deliveries))
+        .where(rows_at(deliveries, select(ours.c.address)))
         .with_for_update(of=deliveries, skip_locked=True)
         .cte("free")
         .prefix_with("MATERIALIZED")
     )
-    moved = (
+    gone = (
         delete(deliveries)
-        .where(deliveries.c.lane == free.c.lane, deliveries.c.id == free.c.id)
-        .returning(
-            deliveries.c.id,
-            deliveries.c.event_id,
-            (CLOCK + seconds(free.c.delay)).label("available_at"),
-            (deliveries.c.attempts + free.c.charge).label("attempts"),
-            (deliveries.c.claims + 1).label("claims"),
-            deliveries.c.lane,
-            free.c.blocks,
-            free.c.status,
-            deliveries.c.handler,
-            deliveries.c.key,
-            func.coalesce(free.c.error, deliveries.c.last_error).label("last_error"),
+        .where(rows_at(deliveries, select(free.c.address)))
+        .returning(*deliveries.c)
+        .cte("gone")
+    )
+    moved = (
+        select(
+            gone.c.id,
+            gone.c.event_id,
+            (CLOCK + seconds(asked.c.delay)).label("available_at"),
+            (gone.c.attempts + asked.c.charge).label("attempts"),
+            (gone.c.claims + 1).label("claims"),
+            gone.c.lane,
+            asked.c.blocks,
+            asked.c.status,
+            gone.c.handler,
+            gone.c.key,
+            func.coalesce(asked.c.error, gone.c.last_error).label("last_error"),
         )
-        .cte("moved")
+        .select_from(gone.join(asked, and_(asked.c.lane == gone.c.lane, asked.c.id == gone.c.id)))
+        .subquery("moved")
     )
     stored = (
         insert(parked)
@@ -159,7 +167,7 @@ def park(tables: Tables) -> Prepared:
     return Prepared(
         union_all(
             select(stored.c.id, literal_column("true").label("parked")),
-            select(deliveries.c.id, literal_column("false")).where(ours),
+            select(ours.c.id, literal_column("false")),
         )
     )
 
@@ -178,7 +186,7 @@ def promote(tables: Tables) -> Prepared:
     ).cte("asked")
     held = _held(tables, asked)
     due = (
-        select(parked.c.lane, parked.c.id)
+        select(address(parked))
         .where(parked.c.lane == held.c.lane, parked.c.available_at <= NOW)
         .order_by(parked.c.available_at)
         .limit(bindparam("limit", type_=Integer))
@@ -186,12 +194,12 @@ def promote(tables: Tables) -> Prepared:
         .lateral("due")
     )
     chosen = (
-        select(due.c.lane, due.c.id)
+        select(due.c.address)
         .select_from(held.join(due, literal_column("true")))
         .cte("chosen")
         .prefix_with("MATERIALIZED")
     )
-    those = and_(parked.c.lane == chosen.c.lane, parked.c.id == chosen.c.id)
+    those = rows_at(parked, select(chosen.c.address))
     return Prepared(_to_ready(tables, those, fresh=False))
 
 

@@ -27,13 +27,14 @@ from sqlalchemy import (
     null,
     or_,
     select,
+    true,
     union_all,
     update,
 )
 from sqlalchemy.sql.elements import ColumnElement
 
 from ...tables import Tables
-from .sql import NO_IDS, Prepared, Tid, address, lease_end, rows
+from .sql import NO_IDS, Prepared, Tid, address, lease_end, rows, rows_at
 
 
 @lru_cache
@@ -54,6 +55,7 @@ def exchange(tables: Tables, careful: bool) -> Prepared:
             address=("addresses", Tid()),
             claim=("claim", Boolean()),
             write=("write", Boolean()),
+            tidy=("tidy", Boolean()),
         )
     ).cte("asked")
     finished = select(
@@ -116,9 +118,12 @@ def exchange(tables: Tables, careful: bool) -> Prepared:
         .group_by(in_flight.c.lane)
         .subquery("by_lane")
     )
+    written = or_(asked.c.write, asked.c.lane.in_(select(due.c.lane)))
     flight = (
         select(asked, by_lane.c.started, by_lane.c.prefetched)
         .select_from(asked.outerjoin(by_lane, by_lane.c.lane == asked.c.lane))
+        # a lane with nothing new is not rewritten
+        .where(written)
         .cte("flight")
     )
     # The fence. Epoch and holder: the lane is still this worker's (an epoch alone can come again
@@ -127,14 +132,24 @@ def exchange(tables: Tables, careful: bool) -> Prepared:
     # versions under an old snapshot; a wrong one finds nothing, and the lane is read anew. The
     # write lock does not conflict with the FOR KEY SHARE of a completion in progress, and a
     # takeover that came first fails the check on the row's newest version.
+    #
+    # Found by its address a row's dead versions are never removed, and its page is soon full: then
+    # an update writes to another page and to the index. Reading a row by the key makes its page
+    # tidy, before the update and for its version.
+    tidied = (
+        select(lanes.c.lane)
+        .select_from(asked.join(lanes, lanes.c.lane == asked.c.lane))
+        .where(asked.c.tidy, written)
+        .cte("tidied")
+        .prefix_with("MATERIALIZED")
+    )
     fence = and_(
         lanes.c.lane == flight.c.lane,
         address(lanes).element == flight.c.address,
         lanes.c.epoch == flight.c.epoch,
         lanes.c.version == flight.c.version,
         lanes.c.holder == bindparam("holder", type_=Uuid),
-        # a lane with nothing new is not rewritten
-        or_(flight.c.write, flight.c.lane.in_(select(due.c.lane))),
+        or_(~flight.c.tidy, flight.c.lane.in_(select(tidied.c.lane))),
     )
     renewal = update(lanes).where(fence)
     if careful:
@@ -161,27 +176,39 @@ def exchange(tables: Tables, careful: bool) -> Prepared:
     # -- complete: only under a fenced lane, and only the very claim that ran: once a failure was
     # recorded or a takeover charged it, the counter differs. What is reported is what was really
     # deleted; no row is a lost lease, not a success.
-    ours = and_(
-        deliveries.c.lane == finished.c.lane,
-        deliveries.c.id == finished.c.id,
-        deliveries.c.claims == finished.c.claims,
-        fenced.c.lane == finished.c.lane,
+    row = (
+        select(address(deliveries))
+        .where(
+            deliveries.c.lane == finished.c.lane,
+            deliveries.c.id == finished.c.id,
+            deliveries.c.claims == finished.c.claims,
+        )
+        .limit(literal_column("1"))
+        .lateral("row")
+    )
+    ours = (
+        select(finished.c.id, row.c.address)
+        .select_from(finished.join(fenced, fenced.c.lane == finished.c.lane).join(row, true()))
+        .cte("ours")
+        .prefix_with("MATERIALIZED")
     )
     seen: ColumnElement[Any] = null().cast(ARRAY(BigInteger))
-    removal = delete(deliveries).where(ours)
+    free = ours
     if careful:
         free = (
-            select(deliveries.c.lane, deliveries.c.id)
-            .where(ours)
+            select(address(deliveries))
+            .where(rows_at(deliveries, select(ours.c.address)))
             .with_for_update(of=deliveries, skip_locked=True)
             .cte("free")
             .prefix_with("MATERIALIZED")
         )
-        removal = delete(deliveries).where(
-            deliveries.c.lane == free.c.lane, deliveries.c.id == free.c.id
-        )
-        seen = select(func.array_agg(deliveries.c.id)).where(ours).scalar_subquery()
-    removed = removal.returning(deliveries.c.id).cte("removed")
+        seen = select(func.array_agg(ours.c.id)).scalar_subquery()
+    removed = (
+        delete(deliveries)
+        .where(rows_at(deliveries, select(free.c.address)))
+        .returning(deliveries.c.id)
+        .cte("removed")
+    )
 
     # -- reply: one row about the exchange, then one a claimed delivery, of fenced lanes only. The
     # event is joined from the left: an orphan is buried with that reason, not never claimed.
@@ -209,6 +236,12 @@ def exchange(tables: Tables, careful: bool) -> Prepared:
         select(func.array_agg(removed.c.id)).scalar_subquery().label("removed"),
         seen.label("seen"),
     )
+    event = (
+        select(events)
+        .where(events.c.id == claimed.c.event_id)
+        .limit(literal_column("1"))
+        .lateral("event")
+    )
     body = select(
         claimed.c.id,
         claimed.c.lane,
@@ -218,17 +251,13 @@ def exchange(tables: Tables, careful: bool) -> Prepared:
         claimed.c.handler,
         claimed.c.key,
         claimed.c.event_id,
-        events.c.type,
-        events.c.payload,
-        events.c.headers,
-        events.c.sequence,
-        events.c.created_at,
+        event.c.type,
+        event.c.payload,
+        event.c.headers,
+        event.c.sequence,
+        event.c.created_at,
         *(null() for _ in range(4)),
-    ).select_from(
-        claimed.join(fenced, fenced.c.lane == claimed.c.lane).outerjoin(
-            events, events.c.id == claimed.c.event_id
-        )
-    )
+    ).select_from(claimed.join(fenced, fenced.c.lane == claimed.c.lane).outerjoin(event, true()))
     return Prepared(union_all(head, body))
 
 

@@ -11,8 +11,8 @@ from sqlalchemy import (
     Connection,
     Dialect,
     Float,
+    Select,
     String,
-    Table,
     Text,
     Uuid,
     bindparam,
@@ -24,7 +24,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.sql import ClauseElement
 from sqlalchemy.sql.elements import ColumnElement
-from sqlalchemy.sql.selectable import TableValuedAlias
+from sqlalchemy.sql.selectable import FromClause, TableValuedAlias
 from sqlalchemy.types import TypeEngine, UserDefinedType
 
 #: What conditions compare with: stable, so an index can be used.
@@ -125,8 +125,20 @@ def lease_end() -> ColumnElement[Any]:
     return CLOCK + seconds(bindparam("lease_duration", type_=Float))
 
 
-def address(table: Table) -> ColumnElement[str]:
+def address(table: FromClause) -> ColumnElement[str]:
     """The physical address of *table*'s row."""
     ctid = column("ctid", Tid())
     ctid.table = table
     return ctid.label("address")
+
+
+def rows_at(table: FromClause, addresses: Select[Any]) -> ColumnElement[bool]:
+    """Whether *table*'s row is at one of *addresses*, which this very statement has found.
+
+    How many rows the planner believes the table to have cannot make a bad plan of it. A join
+    would be one: a queue that was empty when it was analysed is thought to have one row, and all
+    of it is read and compared.
+    """
+    found: ColumnElement[Any] = func.array(addresses.scalar_subquery())
+    here: ColumnElement[bool] = address(table).element == func.any(found)
+    return here

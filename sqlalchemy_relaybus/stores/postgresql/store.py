@@ -16,6 +16,9 @@ from .listen import can_listen, listen, notify
 from .publish import publish
 from .sql import array_literal
 
+#: Exchanges until a lane's row is tidied again after that was of no use.
+_UNTIDIED = 100
+
 
 class PostgreSQLStore:
     """See :class:`~sqlalchemy_relaybus.stores.base.Store`."""
@@ -139,6 +142,7 @@ class PostgreSQLStore:
             "addresses": array_literal(f'"{lease.address}"' for lease in asked.values()),
             "claim": array_literal(lane.claim for lane in request.lanes),
             "write": array_literal(lane.write for lane in request.lanes),
+            "tidy": array_literal(not lease.untidied for lease in asked.values()),
             "finished_lanes": array_literal(d.lane for d in request.finished),
             "finished_ids": array_literal(d.id for d in request.finished),
             "finished_claims": array_literal(d.claims for d in request.finished),
@@ -157,8 +161,7 @@ class PostgreSQLStore:
             headers, sequence, created_at, fenced, addresses, removed, seen = row[10:]
             if id is None:
                 for lane, address in zip(fenced or (), addresses or (), strict=True):
-                    lease = asked[lane]
-                    reply.leases[lane] = lease._replace(version=lease.version + 1, address=address)
+                    reply.leases[lane] = _renewed(asked[lane], address)
                 reply.deleted = set(removed or ())
                 reply.locked = set(seen or ()) - reply.deleted
                 continue
@@ -219,6 +222,18 @@ class PostgreSQLStore:
     def requeue(self, connection: Connection, ids: Sequence[int]) -> set[int]:
         moved = outcomes.requeue(self.tables)(connection, {"ids": array_literal(ids)})
         return {id for _, id in moved}
+
+
+def _renewed(lease: Lease, address: str) -> Lease:
+    """*lease* after an exchange that left its row at *address*.
+
+    A row that moved to another page although that was tidied has dead versions that somebody's old
+    snapshot still needs. Walking over them all to find that out again is then put off.
+    """
+    moved = address.partition(",")[0] != lease.address.partition(",")[0]
+    useless = moved and not lease.untidied
+    untidied = _UNTIDIED if useless else max(0, lease.untidied - 1)
+    return lease._replace(version=lease.version + 1, address=address, untidied=untidied)
 
 
 def _order(delivery: Delivery) -> tuple[int, int]:

@@ -1,0 +1,234 @@
+"""The plans of the worker's statements on full tables: by key, index or address, and bounded.
+
+Also those that were made while the tables were empty: a worker that starts with the application
+keeps its prepared statements while the tables fill up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+from sqlalchemy import Connection, Engine, text
+
+from sqlalchemy_relaybus.stores.base import Delivery
+from tests.support.plans import DIRECT, Plan, Planner, caught
+from tests.support.stores import EXPIRED, Bench, Holder, key_on, new_event, parked
+
+#: The lanes that the worker holds, and of what it claims.
+HELD = range(16)
+BATCH = 200
+READY, WAITING = 20_000, 10_000
+
+_SEED = """
+INSERT INTO relaybus_events (id, type, payload, handlers, key)
+SELECT CAST(lpad(to_hex(n), 32, '0') AS uuid), 'test.happened', '{}', '{a}', 'key-' || n % 5000
+FROM generate_series(1, :ready + :waiting) AS n;
+
+-- in front of what is ready, half of it on the lanes that are held; a tenth blocks nobody
+INSERT INTO relaybus_parked (event_id, lane, handler, key, blocks, status, available_at)
+SELECT CAST(lpad(to_hex(n), 32, '0') AS uuid), CASE WHEN n % 2 = 0 THEN n / 2 % 16 ELSE n % 256 END,
+  'a', 'parked-' || n % 2500, n % 10 <> 0, CASE WHEN n % 10 = 0 THEN 'dead' ELSE 'retrying' END,
+  CASE WHEN n % 10 <> 0 THEN now() + CASE WHEN n % 100 = 1 THEN -1 ELSE 1 END * interval '1 h' END
+FROM generate_series(1, :waiting) AS n;
+
+INSERT INTO relaybus_deliveries (event_id, lane, handler, key)
+SELECT CAST(lpad(to_hex(:waiting + n), 32, '0') AS uuid), n % 256, 'a', 'key-' || n % 5000
+FROM generate_series(1, :ready) AS n;
+"""
+
+
+@dataclass
+class Act:
+    """A statement of the store, and what it may cost on the seeded tables."""
+
+    do: Callable[[Holder, Sequence[Delivery]], object]
+    #: table and how it is read
+    paths: set[tuple[str, str]]
+    buffers: int
+    removed: int
+    nth: int = 1
+    on_taker: bool = False
+
+    def connection(self, holder: Holder) -> Connection:
+        return holder.taker if self.on_taker else holder.connection
+
+
+def exchange(careful: bool) -> Callable[[Holder, Sequence[Delivery]], object]:
+    return lambda holder, claimed: holder.exchange(
+        finished=claimed[:100],
+        started=claimed[100:150],
+        prefetched=claimed[150:],
+        limit=BATCH,
+        per_lane=2 * BATCH // len(HELD),
+        careful=careful,
+    )
+
+
+BY_KEY = {
+    "deliveries": ("relaybus_deliveries", "relaybus_deliveries_pkey"),
+    "parked": ("relaybus_parked", "relaybus_parked_pkey"),
+    "lanes": ("relaybus_lanes", "relaybus_lanes_pkey"),
+    "events": ("relaybus_events", "relaybus_events_pkey"),
+}
+BY_ADDRESS = {name: (f"relaybus_{name}", "Tid Scan") for name in ("deliveries", "parked", "lanes")}
+DUE = ("relaybus_parked", "relaybus_parked_due_idx")
+BLOCKING = ("relaybus_parked", "relaybus_parked_blocks_idx")
+PUMP = {
+    BLOCKING,
+    BY_KEY["deliveries"],
+    BY_ADDRESS["deliveries"],
+    BY_KEY["events"],
+    BY_KEY["lanes"],
+    BY_ADDRESS["lanes"],
+}
+
+ACTS = {
+    "pump": Act(exchange(False), PUMP, 3000, 500),
+    "careful pump": Act(exchange(True), PUMP, 3000, 500),
+    "probe": Act(
+        lambda holder, _: holder.bench.store.probe(holder.connection),
+        {BY_KEY["deliveries"], DUE, BY_KEY["lanes"]},
+        3000,
+        0,
+    ),
+    "complete": Act(
+        lambda holder, claimed: holder.complete(claimed[0]),
+        {BY_KEY["lanes"], BY_KEY["deliveries"]},
+        20,
+        0,
+    ),
+    "park": Act(
+        lambda holder, claimed: holder.park(*(parked(each) for each in claimed[:50])),
+        {BY_KEY["lanes"], BY_KEY["deliveries"], BY_ADDRESS["deliveries"]},
+        2000,
+        100,
+    ),
+    "promote": Act(
+        lambda holder, _: holder.promote(), {BY_KEY["lanes"], DUE, BY_ADDRESS["parked"]}, 3000, 100
+    ),
+    "take": Act(
+        lambda holder, _: holder.take(*range(16, 24)), {BY_KEY["lanes"]}, 200, 0, on_taker=True
+    ),
+    "charge": Act(
+        lambda holder, _: holder.take(*range(240, 256)),
+        {BY_KEY["deliveries"], BY_ADDRESS["deliveries"]},
+        400,
+        0,
+        nth=2,
+        on_taker=True,
+    ),
+    "relinquish": Act(
+        lambda holder, _: holder.bench.store.relinquish(
+            holder.connection, holder.id, list(holder.leases.values())
+        ),
+        {BY_KEY["lanes"]},
+        200,
+        0,
+    ),
+    "read lanes": Act(
+        lambda holder, _: holder.bench.store.read_lanes(holder.connection, HELD),
+        {BY_KEY["lanes"]},
+        100,
+        0,
+    ),
+}
+
+
+@pytest.fixture
+def bench(engine: Engine) -> Iterator[Bench]:
+    with Bench(engine) as bench:
+        yield bench
+
+
+def seed(bench: Bench) -> None:
+    with bench.engine.begin() as connection:
+        for statement in _SEED.split(";\n"):
+            connection.execute(text(statement), {"ready": READY, "waiting": WAITING})
+
+
+def orphaned_lanes(bench: Bench) -> None:
+    """Lanes whose holder died with deliveries started."""
+    dead = bench.holder()
+    bench.publish(*(new_event(key_on(lane)) for lane in range(240, 256)))
+    dead.take(*range(240, 256), lease=EXPIRED)
+    dead.exchange(limit=16, per_lane=1, lease=EXPIRED)
+
+
+def check(act: Act, plan: Plan) -> None:
+    __tracebackhide__ = True
+    told = f"{plan}\n{plan.buffers} buffers, {plan.removed} rows removed, {plan.paths()}"
+    for scan in plan.scans():
+        assert scan["Node Type"] in DIRECT, told
+    assert plan.paths() <= act.paths, told
+    assert plan.removed <= act.removed, told
+    assert plan.buffers <= act.buffers, told
+
+
+@pytest.mark.parametrize("name", ACTS)
+@pytest.mark.parametrize("planned", ["full", "new", "drained"])
+def test_rows_are_found_directly(bench: Bench, name: str, planned: str) -> None:
+    act = ACTS[name]
+    holder = bench.holder("a")
+    holder.take(*HELD)
+    orphaned_lanes(bench)
+    if planned == "full":
+        seed(bench)
+        with bench.connect("AUTOCOMMIT") as connection:
+            connection.execute(text("ANALYZE"))
+        claimed = holder.exchange(limit=BATCH, per_lane=BATCH // len(HELD) + 1).startable
+        assert len(claimed) == BATCH
+        statement, parameters = caught(
+            act.connection(holder), lambda: act.do(holder, claimed), act.nth
+        )
+        plan = Planner(act.connection(holder), statement, list(parameters)).explain(parameters)
+    else:
+        if planned == "drained":  # the statistics say so
+            with bench.connect("AUTOCOMMIT") as connection:
+                connection.execute(text("TRUNCATE relaybus_deliveries, relaybus_events"))
+                connection.execute(text("VACUUM ANALYZE"))
+        nothing = [Delivery(0, 0, 1, 0, 0, "a", None, None)]
+        statement, parameters = caught(
+            act.connection(holder), lambda: act.do(holder, nothing), act.nth
+        )
+        planner = Planner(act.connection(holder), statement, list(parameters))
+        planner.explain(parameters)
+        seed(bench)
+        orphaned_lanes(bench)
+        claimed = holder.exchange(limit=BATCH, per_lane=BATCH // len(HELD) + 1).startable
+        _, parameters = caught(act.connection(holder), lambda: act.do(holder, claimed), act.nth)
+        plan = planner.explain(parameters)
+    check(act, plan)
+
+
+def test_an_old_snapshot_does_not_slow_the_pump_down(bench: Bench) -> None:
+    """Its lane's row is not looked for among the dead versions that have to be kept."""
+    bench.publish(*(new_event(key_on(0)) for _ in range(BATCH)))
+    holder = bench.holder()
+    holder.take(0)
+    running = holder.claim()
+
+    def exchange(times: int) -> tuple[int, set[str]]:
+        """How often dead versions were walked over, and the pages that the row was on."""
+        walks, pages = 0, set()
+        for _ in range(times):
+            walks += not holder.leases[0].untidied
+            holder.exchange(started=running, claim=False)
+            pages.add(holder.leases[0].address.partition(",")[0])
+        return walks, pages
+
+    with bench.connect("REPEATABLE READ") as old:
+        old.execute(text("SELECT count(*) FROM relaybus_lanes"))
+        walks, pages = exchange(500)
+        assert len(pages) > 50
+        assert walks < 40
+        while not holder.leases[0].untidied:
+            exchange(1)
+        statement, parameters = caught(
+            holder.connection, lambda: holder.exchange(started=running, claim=False)
+        )
+        plan = Planner(holder.connection, statement, list(parameters)).explain(parameters)
+        assert plan.buffers < 50, plan
+    exchange(110)  # the row is tidied again by then
+    assert len(exchange(100)[1]) == 1
