@@ -68,9 +68,7 @@ class Changes:
     ) -> Changes:
         chosen = {name: check_type(type) for name, type in types.items() if type is not None}
         if not chosen:
-            raise ConfigurationError(
-                "name an event type for insert, update or delete"
-            )
+            raise ConfigurationError("name an event type for insert, update or delete")
         if not callable(payload) or (key is not None and not callable(key)):
             raise ConfigurationError("payload and key must be functions of the object")
         return cls(hook, make, chosen, payload, key)

@@ -17,7 +17,14 @@ from typing import Any, cast
 
 from sqlalchemy import Column, Connection, Engine, Integer, MetaData, Table, event, inspect
 from sqlalchemy.exc import UnboundExecutionError
-from sqlalchemy.orm import Session, UOWTransaction, registry, scoped_session, sessionmaker
+from sqlalchemy.orm import (
+    Session,
+    SessionTransaction,
+    UOWTransaction,
+    registry,
+    scoped_session,
+    sessionmaker,
+)
 
 from .exc import ConfigurationError
 from .notify import Waker
@@ -62,12 +69,10 @@ class SessionHook:
     def __init__(self, tables: Tables, waker: Waker | None) -> None:
         self._tables = tables
         self._waker = waker
-        #: events of objects that the present flush of a session has written
+        #: events that wait for the end of the flush that a session is in
         self._deferred: weakref.WeakKeyDictionary[Session, list[Callable[[], NewEvent]]] = (
             weakref.WeakKeyDictionary()
         )
-        #: where a flush keeps the events that wait for its end
-        self._waiting = f"relaybus-{id(self):x}"
         self._classes: weakref.WeakSet[type[Session]] = weakref.WeakSet()
         #: sessions that wrote events in their present transaction, and through which engine
         self._written: weakref.WeakKeyDictionary[Session, Engine] = weakref.WeakKeyDictionary()
@@ -76,6 +81,7 @@ class SessionHook:
         self._listeners: tuple[tuple[str, Callable[..., None]], ...] = (
             ("before_flush", self._before_flush),
             ("after_flush", self._after_flush),
+            ("after_soft_rollback", self._after_soft_rollback),
         )
         if waker is not None:
             self._listeners += (("after_commit", self._after_commit),)
@@ -143,7 +149,7 @@ class SessionHook:
     ) -> None:
         """Queue an event on *session*; *after*: an object whose primary key it needs."""
         if session._flushing:  # by a flush hook of the application: too late to queue
-            self.write(session, [new()])
+            self._release(session, [*self._take(session), Pending(self, new, after)])
             return
         self._ensure(session)
         _map_pending()
@@ -161,26 +167,36 @@ class SessionHook:
     def _before_flush(
         self, session: Session, flush_context: UOWTransaction, instances: object
     ) -> None:
-        self._deferred.pop(session, None)  # of a flush that failed
+        self._release(session, self._take(session))
+
+    def _take(self, session: Session) -> list[Pending]:
+        """Take what waits in *session* out of it, in the order in which it was published."""
         mine = [each for each in session.new if type(each) is Pending and each.hook is self]
-        if not mine:
-            return
         mine.sort(key=lambda each: each.order)
         for each in mine:
             session.expunge(each)
-        # An object that this flush inserts has no primary key yet. There is something to flush
-        # then, so after_flush does fire; it does not where events are all there is.
-        waiting = [each for each in mine if each.after is not None and each.after in session.new]
-        if waiting:
-            flush_context.attributes[self._waiting] = mine
-        else:
-            self.write(session, [each.new() for each in mine])
+        return mine
+
+    def _release(self, session: Session, events: Sequence[Pending]) -> None:
+        """Write *events* now, or at the end of the flush if one of them must wait for that.
+
+        An object that this flush inserts has no primary key yet. There is something to flush then,
+        so ``after_flush`` does fire; it does not where events are all there is.
+        """
+        if session in self._deferred or any(
+            each.after is not None and each.after in session.new for each in events
+        ):
+            self._deferred.setdefault(session, []).extend(each.new for each in events)
+        elif events:
+            self.write(session, [each.new() for each in events])
 
     def _after_flush(self, session: Session, flush_context: UOWTransaction) -> None:
-        new = [each.new for each in flush_context.attributes.pop(self._waiting, ())]
-        new += self._deferred.pop(session, ())
+        new = self._deferred.pop(session, ())
         if new:
             self.write(session, [make() for make in new])
+
+    def _after_soft_rollback(self, session: Session, previous: SessionTransaction) -> None:
+        self._deferred.pop(session, None)  # of a flush that failed
 
     def write(self, session: Session, events: Sequence[NewEvent]) -> None:
         """Insert *events* now, in the session's transaction on the database of our tables."""

@@ -241,6 +241,15 @@ class Store(Protocol):
     def exchange(self, connection: Connection, holder: UUID, request: Exchange) -> Exchanged:
         """The pump: one statement, all of it fenced."""
 
+    def renew(
+        self,
+        connection: Connection,
+        holder: UUID,
+        leases: Sequence[Lease],
+        lease_duration: float,
+    ) -> dict[int, Lease]:
+        """Renew *leases* and nothing else; those that are still this holder's, by lane."""
+
     def read_lanes(self, connection: Connection, wanted: Sequence[int]) -> dict[int, LaneState]:
         """The lanes as stored: what an exchange with an unknown outcome left behind."""
 

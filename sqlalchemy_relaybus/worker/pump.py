@@ -23,9 +23,10 @@ from ..exc import LostLeaseError
 from ..retry import exhausted
 from ..router import Handler
 from ..settings import Settings
-from ..stores.base import Delivery, Exchange, Exchanged, LaneRequest, Park, Store
+from ..stores.base import Delivery, Exchange, Exchanged, LaneRequest, Lease, Park, Store
 from .dispatch import Dispatcher, Outcome, bury
-from .takeover import Hold, Holds
+from .load import Load
+from .takeover import LANE_IN_FLIGHT, Hold, Holds
 
 log = logging.getLogger("sqlalchemy_relaybus.worker")
 
@@ -36,6 +37,9 @@ MOST_LANES = 64
 MAX_RECONNECT = 5.0
 #: SQLSTATEs of a statement that waited too long for a lock, or was cancelled: it did nothing.
 _TIMED_OUT = frozenset({"55P03", "57014"})
+#: How often a worker says that it is alive and looks who else is, seconds. A worker that joins
+#: has its share of the lanes after this time and that of the handlers that run on them.
+ENLIST = 5.0
 #: How long to wait before a row that somebody else has locked is tried again, seconds.
 RETRY_LOCKED = 0.25
 #: For how long exchanges step over locked rows after one was met, seconds.
@@ -77,7 +81,7 @@ class Pump:
         self._finished: dict[int, Delivery] = {}
         self._parks: dict[int, Park] = {}
         self._park_at = 0.0
-        self._running = 0  # started and not concluded
+        self._load = Load()
         self._prefetched = 0
         self._width = LEAST_LANES
         self._careful_until = 0.0
@@ -155,23 +159,39 @@ class Pump:
     def _serve(self, connection: Connection) -> bool:
         while True:
             self._signal.clear()
-            now = time.monotonic()
-            self._collect(now)
-            self._expire(now)
-            if self._parks and now >= self._park_at:
-                self._park(connection)
-            if now >= self._enlist_at:
-                self._holds.enlist(connection)
-                self._enlist_at = now + self._settings.lease_duration / 3
-            if self._stop_by is None:
-                self._look(connection, now)
-            elif self._stopped(now):
+            try:
+                wait = self._step(connection)
+            except DBAPIError as error:
+                if _sqlstate(error) not in _TIMED_OUT or error.connection_invalidated:
+                    raise
+                # The statement did nothing: somebody has locked what it needs, perhaps for long.
+                log.warning("held up by somebody else's lock (%s)", _first_line(error))
+                self._look_at = self._park_at = time.monotonic() + RETRY_LOCKED
+                self._renew(connection)
+                continue
+            if wait is None:
                 return self._end(connection)
-            wait = self._exchange_if_due(connection)
-            if self._stop_by is None:
-                self._holds.hand_back(connection)
             if wait > 0:
                 self._wait(wait)
+
+    def _step(self, connection: Connection) -> float | None:
+        """One round; how long to wait until the next, seconds, or ``None`` at the end."""
+        now = time.monotonic()
+        self._collect(now)
+        self._expire(now)
+        if self._parks and now >= self._park_at:
+            self._park(connection)
+        if now >= self._enlist_at:
+            self._holds.enlist(connection)
+            self._enlist_at = now + min(ENLIST, self._settings.lease_duration / 3)
+        if self._stop_by is None:
+            self._look(connection, now)
+        elif self._stopped(now):
+            return None
+        wait = self._exchange_if_due(connection)
+        if self._stop_by is None:
+            self._holds.hand_back(connection)
+        return wait
 
     def _sit_out(self, seconds: float) -> None:
         """Wait for *seconds*, whatever handlers report meanwhile; at most until the stop's end."""
@@ -204,7 +224,7 @@ class Pump:
             ended: list[Delivery] = []
             failed = False
             for delivery, end in self._inbox.popleft():
-                self._running -= 1
+                self._load.end(delivery)
                 hold: Hold = delivery.hold
                 hold.worked_at = now
                 if end == "done" or end == "gone":
@@ -326,13 +346,13 @@ class Pump:
     @property
     def _slots(self) -> int:
         """How many more deliveries may start."""
-        return max(0, self._settings.concurrency - self._running)
+        return max(0, self._settings.concurrency - self._load.slots)
 
     @property
     def _room(self) -> int:
         """How many more deliveries to claim."""
         settings = self._settings
-        most = settings.concurrency + settings.prefetch - self._running - self._prefetched
+        most = settings.concurrency + settings.prefetch - self._load.slots - self._prefetched
         return max(0, min(settings.batch, most))
 
     def _exchange_if_due(self, connection: Connection) -> float:
@@ -352,7 +372,7 @@ class Pump:
             or len(self._finished) * 2 >= settings.batch
             or (claims and room * 4 >= min(settings.batch, settings.concurrency))
             or (starts and slots * 4 >= settings.concurrency)
-            or (not self._running and (claims or starts or self._finished))
+            or (not self._load.deliveries and (claims or starts or self._finished))
         ):
             self._exchange(connection)
             return 0.0
@@ -364,7 +384,8 @@ class Pump:
             if now >= ripe:
                 self._exchange(connection)
                 return 0.0
-            self._enough = max(1, min(self._running, settings.batch // 2 - len(self._finished)))
+            enough = settings.batch // 2 - len(self._finished)
+            self._enough = max(1, min(self._load.deliveries, enough))
             return ripe - now
         wake = min(renew_at, self._enlist_at)
         if not stopping:
@@ -375,7 +396,7 @@ class Pump:
             wake = min(wake, self._park_at)
         if self._locked:
             wake = min(wake, self._retry_locked_at)
-        if self._timed and self._running:
+        if self._timed and self._load.deliveries:
             wake = min(wake, now + _EXPIRY_CHECK)
         return max(0.0005, wake - now)
 
@@ -396,9 +417,10 @@ class Pump:
             self._put_back(promoted)
             self._careful_until = time.monotonic() + CAREFUL
             log.warning("somebody else holds a lock on this worker's rows: stepping over them")
+            self._renew(connection)
             return
         self._unsure = None
-        self._renewed(reply, sent)
+        self._renewed(reply.leases, sent)
         suspects = [
             lane.lease.lane
             for lane in request.lanes
@@ -409,6 +431,19 @@ class Pump:
         self._claimed(reply, request, claiming)
         if suspects:  # last: it may fail, and by now the reply is taken note of
             self._verify(connection, suspects)
+
+    def _renew(self, connection: Connection) -> None:
+        """Renew the leases and nothing else: what holds an exchange up may do so for long."""
+        now = time.monotonic()
+        holds = [hold for hold in self._holds if now >= hold.renew_at]
+        if holds:
+            leases = self._store.renew(
+                connection,
+                self._holder,
+                [hold.lease for hold in holds],
+                self._settings.lease_duration,
+            )
+            self._renewed(leases, now)
 
     def _request(self) -> tuple[Exchange, list[Delivery], list[Hold]]:
         now = time.monotonic()
@@ -429,7 +464,7 @@ class Pump:
             write(delivery.hold)
         # what was claimed ahead may start before anything new does: that keeps the order of keys
         promoted: list[Delivery] = []
-        for hold in self._holds:
+        for hold in self._holds.in_turn():
             if now >= hold.renew_at:
                 write(hold)
             while hold.prefetched and len(promoted) < slots:
@@ -438,7 +473,7 @@ class Pump:
                 promoted.append(delivery)
                 write(hold)
         self._prefetched -= len(promoted)
-        self._running += len(promoted)
+        self._load.begin(promoted)
         asked = [hold for hold, _, _ in holds.values()]
         request = Exchange(
             lanes=[LaneRequest(hold.lease, claim, must) for hold, claim, must in holds.values()],
@@ -452,15 +487,15 @@ class Pump:
             prefetched=[delivery for hold in asked for delivery in hold.prefetched],
             handlers=list(self._handlers),
             limit=room,
-            per_lane=max(1, -(-room // max(1, len(claiming)))),
+            per_lane=max(1, min(LANE_IN_FLIGHT, -(-room // max(1, len(claiming))))),
             room=0 if self._prefetched else max(0, slots - len(promoted)),
             lease_duration=settings.lease_duration,
             careful=now < self._careful_until,
         )
         return request, promoted, claiming
 
-    def _renewed(self, reply: Exchanged, sent: float) -> None:
-        for lane, lease in reply.leases.items():
+    def _renewed(self, leases: Mapping[int, Lease], sent: float) -> None:
+        for lane, lease in leases.items():
             hold = self._holds.get(lane)
             if hold is not None:
                 hold.renewed(lease, sent, self._settings.lease_duration)
@@ -490,7 +525,7 @@ class Pump:
 
     def _put_back(self, promoted: list[Delivery]) -> None:
         for delivery in reversed(promoted):
-            self._running -= 1
+            self._load.end(delivery)
             hold: Hold = delivery.hold
             if not hold.lost:
                 hold.started.pop(delivery.id, None)
@@ -522,7 +557,7 @@ class Pump:
                 else:
                     hold.prefetched.append(delivery)
                     self._prefetched += 1
-        self._running += len(start)
+        self._load.begin(start)
         total = sum(counts.values())
         for hold in claiming:
             full = counts[hold.lease.lane] >= request.per_lane
@@ -635,7 +670,7 @@ class Pump:
         """Whether nothing runs any more, or what runs has had its time."""
         assert self._dispatcher is not None
         assert self._stop_by is not None
-        if not (self._running or self._finished or self._locked or self._parks):
+        if not (self._load.deliveries or self._finished or self._locked or self._parks):
             return True
         if now < self._stop_by:
             return False
@@ -648,7 +683,7 @@ class Pump:
         return True
 
     def _end(self, connection: Connection) -> bool:
-        left = self._running
+        left = self._load.deliveries
         self._holds.hand_back(connection, everything=True)
         self._store.resign(connection, self._holder)
         if left:

@@ -18,6 +18,8 @@ log = logging.getLogger("sqlalchemy_relaybus.worker")
 
 #: Lanes taken at first; twice as many each time while there are more with work.
 FIRST_TAKE = 4
+#: Most deliveries of one lane in flight: a lane with a long queue does not take all the room.
+LANE_IN_FLIGHT = 64
 #: For how long a lane is left alone that others have handlers for, or that gave nothing, seconds.
 REST = 1.0
 
@@ -72,7 +74,12 @@ class Hold:
 
     def claimable(self, now: float) -> bool:
         """Whether to claim from it."""
-        return self.ready and not self.draining and self.not_before <= now
+        return (
+            self.ready
+            and not self.draining
+            and self.not_before <= now
+            and len(self.started) + len(self.prefetched) < LANE_IN_FLIGHT
+        )
 
     @property
     def empty(self) -> bool:
@@ -219,6 +226,12 @@ class Holds:
                 )
         if all:
             self._growth = min(self._growth * 2, LANES)
+
+    def in_turn(self) -> Iterator[Hold]:
+        """The lanes, those claimed from longest ago first."""
+        for lane in self._rotation:
+            if (hold := self._lanes.get(lane)) is not None:
+                yield hold
 
     def choose(self, most: int) -> list[Hold]:
         """At most *most* of the lanes to claim from, the longest unserved first."""

@@ -47,8 +47,6 @@ class Listener:
                         log.warning("this driver cannot listen: new work is found by polling")
                         return
                     try:
-                        # what was published while nobody listened
-                        self._hint()
                         for _ in self._store.listen(connection, self._stopped.is_set):
                             self._hint()
                     finally:

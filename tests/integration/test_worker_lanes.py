@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, select, text, update
+from sqlalchemy import Engine, create_engine, func, select, text, update
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from sqlalchemy_relaybus import Context, Event, Fixed, NoRetry, RelayBus
+from sqlalchemy_relaybus.lanes import lane_of
 from sqlalchemy_relaybus.stores.postgresql.store import PostgreSQLStore
 from tests.support.databases import open_engine
 from tests.support.proxy import proxy_to
 from tests.support.workers import (
+    LIMIT,
     Runs,
     dead,
     drained,
@@ -286,6 +288,62 @@ def test_somebody_elses_lock_beside_a_steady_flow(
 
 
 # -- leases ----------------------------------------------------------------------------------------
+
+
+def test_a_hot_key_does_not_hold_up_the_others(bus: RelayBus, engine: Engine) -> None:
+    """Its deliveries run one at a time, so they take one slot, however many there are."""
+    runs, go_on = Runs(), threading.Event()
+
+    @bus.handler("step", name="h")
+    def h(event: Event) -> None:
+        if event.key == "hot":
+            go_on.wait(LIMIT)
+        else:
+            runs.add(event.key)
+
+    publish(bus, engine, "step", *range(500), key="hot")
+    with working(bus, engine, concurrency=4, prefetch=8) as running:
+        eventually(lambda: held_lanes(bus, engine, running.holder))
+        for key in range(40):
+            publish(bus, engine, "step", 1, key=f"cold-{key}")
+        elsewhere = {f"cold-{key}" for key in range(40)}
+        elsewhere -= {key for key in elsewhere if lane_of(key) == lane_of("hot")}
+        eventually(lambda: elsewhere <= {key for (key,) in runs.rows}, lambda: runs.rows)
+        go_on.set()
+        drained(bus, engine)
+
+
+def test_a_locked_table_does_not_cost_the_leases(bus: RelayBus, engine: Engine) -> None:
+    runs, go_on = Runs(), threading.Event()
+
+    @bus.handler("step", name="h")
+    def h(event: Event) -> None:
+        runs.add(event.payload)
+        go_on.wait(LIMIT)
+
+    lanes = bus.tables.lanes
+    publish(bus, engine, "step", 1)
+    with working(bus, engine, lease_duration=2.0) as running:
+        runs.wait(1)
+        (lane,) = held_lanes(bus, engine, running.holder)
+        query = select(lanes.c.version, lanes.c.lease_expires_at > func.clock_timestamp()).where(
+            lanes.c.lane == lane, lanes.c.holder == running.holder
+        )
+        with engine.begin() as locking:
+            locking.execute(text("LOCK TABLE relaybus_deliveries IN ACCESS EXCLUSIVE MODE"))
+            with engine.connect() as connection:
+                first = connection.execute(query).one().version
+            go_on.set()  # its completion now waits for the lock
+
+            def renewals() -> int:
+                with engine.connect() as connection:
+                    version, live = connection.execute(query).one()
+                assert live
+                return int(version) - int(first)
+
+            eventually(lambda: renewals() >= 6)  # longer than the lease
+        drained(bus, engine)
+    assert len(runs) == 1
 
 
 def test_a_blocked_event_loop_keeps_its_lanes(bus: RelayBus, engine: Engine) -> None:

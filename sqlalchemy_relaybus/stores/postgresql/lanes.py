@@ -29,6 +29,7 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.sql.selectable import CTE
 
 from ...tables import Tables
 from .sql import (
@@ -228,36 +229,61 @@ def read_lanes(tables: Tables) -> Prepared:
 
 
 @lru_cache
+def renew(tables: Tables) -> Prepared:
+    """Renew leases and nothing else, where a lock holds the pump up.
+
+    It reads no other table, so no lock on one can stall it. Fenced as an exchange is, and counted
+    in the version as one; what the lanes have in flight stays as it is listed.
+    """
+    lanes = tables.lanes
+    unlocked = _mine(tables)
+    return Prepared(
+        update(lanes)
+        .where(lanes.c.lane == unlocked.c.lane)
+        .values(version=lanes.c.version + 1, lease_expires_at=lease_end())
+        .returning(lanes.c.lane, lanes.c.version, address(lanes))
+    )
+
+
+@lru_cache
 def relinquish(tables: Tables) -> Prepared:
     """Hand lanes back.
 
     Fenced by epoch and holder: a zombie cannot free its successor's lane. By version too: what an
     exchange of unknown outcome wrote is not wiped out unseen. The epoch stays; the next taker
-    raises it, and until then the missing holder refuses this worker. ``SKIP LOCKED``: a lane that
-    somebody else has locked does not hold up the others; its lease runs out by itself.
+    raises it, and until then the missing holder refuses this worker.
     """
     lanes = tables.lanes
-    mine = rows(
-        "mine",
+    unlocked = _mine(tables)
+    return Prepared(
+        update(lanes)
+        .where(lanes.c.lane == unlocked.c.lane)
+        .values(holder=null(), lease_expires_at=null(), started=NO_IDS, prefetched=NO_IDS)
+        .returning(lanes.c.lane)
+    )
+
+
+def _mine(tables: Tables) -> CTE:
+    """The lanes asked for by epoch and version that are still the holder's, locked for a write.
+
+    ``SKIP LOCKED``: a lane that somebody else has locked does not hold up the others.
+    """
+    lanes = tables.lanes
+    asked = rows(
+        "asked",
         lane=("lanes", SmallInteger()),
         epoch=("epochs", BigInteger()),
         version=("versions", BigInteger()),
     )
-    locked = (
+    return (
         select(lanes.c.lane)
         .where(
-            lanes.c.lane == mine.c.lane,
-            lanes.c.epoch == mine.c.epoch,
-            lanes.c.version == mine.c.version,
+            lanes.c.lane == asked.c.lane,
+            lanes.c.epoch == asked.c.epoch,
+            lanes.c.version == asked.c.version,
             lanes.c.holder == bindparam("holder", type_=Uuid),
         )
         .with_for_update(of=lanes, key_share=True, skip_locked=True)
-        .cte("locked")
+        .cte("unlocked")
         .prefix_with("MATERIALIZED")
-    )
-    return Prepared(
-        update(lanes)
-        .where(lanes.c.lane == locked.c.lane)
-        .values(holder=null(), lease_expires_at=null(), started=NO_IDS, prefetched=NO_IDS)
-        .returning(lanes.c.lane)
     )

@@ -26,8 +26,9 @@ def can_listen(connection: Connection) -> bool:
 
 
 def listen(tables: Tables, connection: Connection, stopped: Callable[[], bool]) -> Iterator[None]:
-    """Yield at each notification, several at once counting as one, until *stopped*."""
+    """Yield once listening, and at each notification, until *stopped*."""
     connection.execute(text(f'LISTEN "{channel(tables)}"'))
+    yield  # what was published while nobody listened
     driver: Any = connection.connection.driver_connection
     while not stopped():
         if any(True for _ in driver.notifies(timeout=_LOOK, stop_after=1)):

@@ -118,12 +118,11 @@ def exchange(tables: Tables, careful: bool) -> Prepared:
         .group_by(in_flight.c.lane)
         .subquery("by_lane")
     )
-    written = or_(asked.c.write, asked.c.lane.in_(select(due.c.lane)))
     flight = (
         select(asked, by_lane.c.started, by_lane.c.prefetched)
         .select_from(asked.outerjoin(by_lane, by_lane.c.lane == asked.c.lane))
         # a lane with nothing new is not rewritten
-        .where(written)
+        .where(or_(asked.c.write, asked.c.lane.in_(select(due.c.lane))))
         .cte("flight")
     )
     # The fence. Epoch and holder: the lane is still this worker's (an epoch alone can come again
@@ -138,8 +137,8 @@ def exchange(tables: Tables, careful: bool) -> Prepared:
     # tidy, before the update and for its version.
     tidied = (
         select(lanes.c.lane)
-        .select_from(asked.join(lanes, lanes.c.lane == asked.c.lane))
-        .where(asked.c.tidy, written)
+        .select_from(flight.join(lanes, lanes.c.lane == flight.c.lane))
+        .where(flight.c.tidy)
         .cte("tidied")
         .prefix_with("MATERIALIZED")
     )

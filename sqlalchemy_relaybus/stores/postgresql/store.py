@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 from uuid import UUID
 
 from sqlalchemy import Connection, text
@@ -111,6 +112,20 @@ class PostgreSQLStore:
                 )
         return taken
 
+    def renew(
+        self,
+        connection: Connection,
+        holder: UUID,
+        leases: Sequence[Lease],
+        lease_duration: float,
+    ) -> dict[int, Lease]:
+        by_lane = {lease.lane: lease for lease in leases}
+        parameters = {"lease_duration": lease_duration, **_fence(holder, leases)}
+        return {
+            lane: by_lane[lane]._replace(version=version, address=address)
+            for lane, version, address in lanes.renew(self.tables)(connection, parameters)
+        }
+
     def read_lanes(self, connection: Connection, wanted: Sequence[int]) -> dict[int, LaneState]:
         return {
             lane: LaneState(Lease(lane, epoch, version, address), holder, started, prefetched)
@@ -120,12 +135,7 @@ class PostgreSQLStore:
         }
 
     def relinquish(self, connection: Connection, holder: UUID, leases: Sequence[Lease]) -> set[int]:
-        parameters = {
-            "holder": holder,
-            "lanes": array_literal(lease.lane for lease in leases),
-            "epochs": array_literal(lease.epoch for lease in leases),
-            "versions": array_literal(lease.version for lease in leases),
-        }
+        parameters = _fence(holder, leases)
         return {lane for (lane,) in lanes.relinquish(self.tables)(connection, parameters)}
 
     # -- the pump ------------------------------------------------------------------------------
@@ -234,6 +244,15 @@ def _renewed(lease: Lease, address: str) -> Lease:
     useless = moved and not lease.untidied
     untidied = _UNTIDIED if useless else max(0, lease.untidied - 1)
     return lease._replace(version=lease.version + 1, address=address, untidied=untidied)
+
+
+def _fence(holder: UUID, leases: Sequence[Lease]) -> dict[str, Any]:
+    return {
+        "holder": holder,
+        "lanes": array_literal(lease.lane for lease in leases),
+        "epochs": array_literal(lease.epoch for lease in leases),
+        "versions": array_literal(lease.version for lease in leases),
+    }
 
 
 def _order(delivery: Delivery) -> tuple[int, int]:
