@@ -22,7 +22,7 @@ from .exc import (
 from .notify import Waker
 from .record import C, Changes, record
 from .retry import MAX_DELAY
-from .router import Router
+from .router import Router, SessionFactory
 from .session import SessionHook, publish_on_connection, session_of
 from .stores.base import NewEvent
 from .tables import DEFAULT_PREFIX, Tables, tables_for
@@ -63,7 +63,7 @@ class RelayBus(Router):
         schema: str | None = None,
         prefix: str = DEFAULT_PREFIX,
         unrouted: Literal["error", "store"] = "error",
-        session_factory: Callable[..., Session] | None = None,
+        session_factory: SessionFactory | None = None,
         wake: bool = True,
     ) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class RelayBus(Router):
         return self._tables
 
     @property
-    def session_factory(self) -> Callable[..., Session] | None:
+    def session_factory(self) -> SessionFactory | None:
         """What makes the sessions of transactional handlers that name none."""
         return self._session_factory
 

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
-
-from sqlalchemy.orm import Session
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from . import codec
 from .exc import ConfigurationError, DuplicateHandlerError, HandlerSignatureError, as_seconds
 from .inject import Injection, resolve
 from .retry import Exponential, RetryPolicy
 
+#: Makes a session: a sessionmaker, or an async_sessionmaker for coroutine functions.
+SessionFactory: TypeAlias = Callable[..., Any]
 F = TypeVar("F", bound=Callable[..., Any])
 Mode = Literal["at_least_once", "transactional"]
 MODES = ("at_least_once", "transactional")
@@ -31,7 +31,7 @@ class Handler:
     retry: RetryPolicy
     #: seconds a run may take; ``None``: no limit
     timeout: float | None
-    session_factory: Callable[..., Session] | None
+    session_factory: SessionFactory | None
     injection: Injection
 
 
@@ -54,7 +54,7 @@ class Router:
         mode: Mode = "at_least_once",
         retry: RetryPolicy | None = None,
         timeout: timedelta | float | None = None,
-        session_factory: Callable[..., Session] | None = None,
+        session_factory: SessionFactory | None = None,
     ) -> Callable[[F], F]:
         """Register the decorated function for events of the given *types*.
 
@@ -90,12 +90,13 @@ class Router:
             if name in self._handlers:
                 raise DuplicateHandlerError(name)
             injection = resolve(name, function, mode)
-            if mode == "transactional" and injection.is_async:
+            if mode == "transactional" and injection.session_kind is None:
                 raise HandlerSignatureError(
                     name,
                     None,
-                    "a transactional handler is a plain function with a Session for now; make it "
-                    "'def' instead of 'async def'",
+                    "a transactional handler takes the session that its delivery completes in; add "
+                    "a parameter such as 'session: Session', or 'session: AsyncSession' to a "
+                    "coroutine function",
                 )
             self._handlers[name] = Handler(
                 name,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from sqlalchemy import Engine
@@ -22,8 +22,11 @@ from ..settings import Settings
 from ..stores import store_for
 from .dispatch import Dispatcher
 from .pump import Pump
-from .transaction import Transactions
+from .transaction import Transactions, makes_async_sessions
 from .wake import Listener
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
 
 __all__ = ["Worker"]
 
@@ -35,7 +38,8 @@ class Worker:
 
     *engine* is a synchronous engine on the bus's database. Its pool serves the transactional
     handlers, one connection for each that runs; the worker itself opens up to three more, in a
-    pool of its own that is made as the engine's was. *settings* are those of
+    pool of its own that is made as the engine's was. *async_engine*, on the same database, serves
+    transactional coroutines that have no session factory. *settings* are those of
     :class:`~sqlalchemy_relaybus.settings.Settings`, by name.
     """
 
@@ -44,12 +48,16 @@ class Worker:
         bus: RelayBus,
         engine: Engine,
         settings: Settings | None = None,
+        *,
+        async_engine: AsyncEngine | None = None,
         **overrides: Any,
     ) -> None:
         if not bus.handlers:
             raise ConfigurationError("the bus has no handlers, so a worker has nothing to do")
         if not isinstance(engine, Engine):
             raise TypeError(f"a worker needs a synchronous Engine, not {engine!r}")
+        if async_engine is None:
+            _refuse_missing_engine(bus)
         if settings is not None and overrides:
             raise ConfigurationError("give either settings or single ones by name, not both")
         self._bus = bus
@@ -67,7 +75,15 @@ class Worker:
         self._dispatcher = Dispatcher(
             bus.handlers,
             self._settings,
-            Transactions(engine, self._store, bus.tables, self._holder, bus.session_factory),
+            Transactions(
+                engine,
+                async_engine,
+                self._store,
+                bus.tables,
+                self._holder,
+                bus.session_factory,
+                self._settings.pool_size,
+            ),
             self._pump.report,
         )
         self._pump.attach(self._dispatcher)
@@ -108,6 +124,24 @@ class Worker:
         if grace is not None:
             self._pump.stop(grace)
             self._dispatcher.stop()
+
+
+def needs_async_engine(bus: RelayBus) -> str | None:
+    """The name of a transactional coroutine that has no session factory, if there is one."""
+    if makes_async_sessions(bus.session_factory):
+        return None
+    for handler in bus.handlers.values():
+        if handler.injection.session_kind == "async_session" and handler.session_factory is None:
+            return handler.name
+    return None
+
+
+def _refuse_missing_engine(bus: RelayBus) -> None:
+    if name := needs_async_engine(bus):
+        raise ConfigurationError(
+            f"handler {name!r} takes an AsyncSession: give Worker(async_engine=...), or the "
+            "handler or the bus session_factory=async_sessionmaker(...)"
+        )
 
 
 def _pool_like(pool: Pool) -> Pool:

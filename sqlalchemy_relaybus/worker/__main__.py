@@ -31,7 +31,7 @@ from ..bus import RelayBus
 from ..cli.errors import ErrorCommand, open_engine
 from ..exc import ConfigurationError
 from ..settings import Settings, click_options
-from . import Worker
+from . import Worker, needs_async_engine
 
 EXIT_LEFT_BEHIND = 3
 #: Seconds beyond the grace after which a worker that hangs is ended.
@@ -145,7 +145,14 @@ def main(app: str, url: str, log_level: str, **values: Any) -> None:
     engine = open_engine(
         url, pool_size=settings.pool_size, max_overflow=settings.pool_size, pool_pre_ping=True
     )
-    worker = Worker(bus, engine, settings)
+    async_engine = None
+    if needs_async_engine(bus):
+        from sqlalchemy.ext.asyncio import create_async_engine  # for these handlers only
+
+        async_engine = create_async_engine(
+            engine.url, pool_size=settings.pool_size, pool_pre_ping=True
+        )
+    worker = Worker(bus, engine, settings, async_engine=async_engine)
     signals.serve(worker, settings.grace)
     try:
         code = 0 if worker.run() else EXIT_LEFT_BEHIND

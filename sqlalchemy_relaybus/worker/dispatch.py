@@ -13,8 +13,8 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ..event import Context
 from ..exc import Bury, LostLeaseError, Retry, Snooze
@@ -171,6 +171,21 @@ class Dispatcher:
             delivery.epoch,
             None if limit is None else time.monotonic() + limit,
         )
+
+    def call(self, job: Job, delivery: Delivery, context: Context) -> Awaitable[Any]:
+        """Call a coroutine function; what it returned is to be awaited."""
+        handler = job.handler
+        if handler.mode == "transactional":
+            return self._transactions.run_async(handler, delivery, context)
+        assert delivery.event is not None
+        called: Awaitable[Any] = handler.injection.invoke(
+            handler.function, delivery.event, context, None
+        )
+        return called
+
+    async def close_transactions(self) -> None:
+        """Close what transactions in the loop have opened."""
+        await self._transactions.close()
 
     def run(self, job: Job, delivery: Delivery) -> None:
         """Call a plain function; raises what it raises."""

@@ -20,6 +20,8 @@ log = logging.getLogger("sqlalchemy_relaybus.worker")
 
 #: After so many jobs in a row that never waited, a slot lets others have the loop.
 _BREATHER = 50
+#: How long to wait for the loop to end, seconds.
+_CLOSING = 1.0
 
 
 class LoopExecutor:
@@ -34,13 +36,16 @@ class LoopExecutor:
         self._jobs: deque[Job] = deque()
         self._slots: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         self._aborted = False
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None
 
     def submit(self, jobs: Sequence[Job]) -> None:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._serve, name="relaybus-loop", daemon=True).start()
+            self._thread = threading.Thread(target=self._serve, name="relaybus-loop", daemon=True)
+            self._thread.start()
         self._loop.call_soon_threadsafe(self._accept, jobs)
 
     def _serve(self) -> None:
@@ -82,17 +87,16 @@ class LoopExecutor:
 
     async def _run(self, job: Job) -> None:
         dispatcher = self._dispatcher
-        handler = job.handler
-        invoke, function, limit = handler.injection.invoke, handler.function, handler.timeout
+        limit = job.handler.timeout
         while (delivery := dispatcher.following(job)) is not None:
             error: BaseException | None = None
             context = dispatcher.context(job, delivery)
             try:
                 if limit is None:
-                    await invoke(function, delivery.event, context, None)  # type: ignore[arg-type]
+                    await dispatcher.call(job, delivery, context)
                 else:
                     async with asyncio.timeout(limit) as clock:
-                        await invoke(function, delivery.event, context, None)  # type: ignore[arg-type]
+                        await dispatcher.call(job, delivery, context)
             except asyncio.CancelledError as raised:
                 task = asyncio.current_task()
                 if self._aborted and task is not None and task.cancelling():
@@ -129,6 +133,21 @@ class LoopExecutor:
             self._loop.call_soon_threadsafe(cancel)
 
     def close(self) -> None:
+        """End the loop, if no handler blocks it."""
+        if self._loop is None or self._thread is None or self._loop.is_closed():
+            self._closed = True
+            return
+        self._loop.call_soon_threadsafe(self._finish)
+        self._thread.join(_CLOSING)
+
+    def _finish(self) -> None:
+        assert self._loop is not None
+        self._closing = self._loop.create_task(self._dispatcher.close_transactions())
+        self._closing.add_done_callback(self._end)
+
+    def _end(self, closing: asyncio.Task[None]) -> None:
+        assert self._loop is not None
+        if not closing.cancelled() and (error := closing.exception()) is not None:
+            log.debug("connections of an async engine were not closed: %s", error)
         self._closed = True
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.stop()

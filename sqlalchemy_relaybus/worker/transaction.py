@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from sqlalchemy import Connection, Engine, event
@@ -17,6 +19,9 @@ from ..exc import ConfigurationError, LostLeaseError, RelayBusError
 from ..router import Handler
 from ..stores.base import Delivery, Store
 from ..tables import Tables
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
 
 _SERIALIZATION_FAILURE = "40001"
 
@@ -64,21 +69,34 @@ class _KeepOpen:
 
 
 class Transactions:
-    """The transactions that deliveries complete in."""
+    """The transactions that deliveries complete in.
+
+    *session_factory* and *async_session_factory* make the sessions of handlers that name none of
+    their own; without one, theirs are on *engine* and *async_engine*. At most *size* coroutines
+    have a transaction at a time; for plain functions their threads see to that.
+    """
 
     def __init__(
         self,
         engine: Engine,
+        async_engine: AsyncEngine | None,
         store: Store,
         tables: Tables,
         holder: UUID,
-        session_factory: Callable[..., Session] | None,
+        session_factory: Callable[..., Any] | None,
+        size: int,
     ) -> None:
         self._engine = engine
+        self._async_engine = async_engine
         self._store = store
         self._tables = tables
         self._holder = holder
-        self._session_factory = session_factory
+        is_async = makes_async_sessions(session_factory)
+        self._session_factory = None if is_async else session_factory
+        self._async_session_factory = session_factory if is_async else None
+        self._size = size
+        self._room: asyncio.Semaphore | None = None
+        self._used: set[Engine] = set()
 
     def run(self, handler: Handler, delivery: Delivery, context: Context) -> None:
         """Call *handler* and commit; raises what it raises, having rolled back."""
@@ -87,31 +105,71 @@ class Transactions:
             with self._engine.connect() as connection, connection.begin() as begun:
                 _refuse_autocommit(handler, connection)
                 with keep.watch(connection, "commit"):
-                    self._invoke(handler, delivery, context, connection)
+                    check_result(handler, self._invoke(handler, delivery, context, connection))
                     keep.check(connection.get_transaction() is begun and begun.is_active)
                 self._complete(connection, delivery)
             return
         factory = handler.session_factory or self._session_factory
-        session = factory() if factory is not None else Session(self._engine)
+        if factory is not None:
+            session = factory()
+        else:
+            session = (handler.injection.session_class or Session)(self._engine)
         with session, session.begin() as transaction:
-            bind = session.get_bind(clause=self._tables.deliveries)
-            if isinstance(bind, Engine) and _autocommits(bind):
-                raise _no_transaction(handler)
+            self._refuse_autocommit_engine(handler, session)
             with keep.watch(session, "before_commit"):
-                self._invoke(handler, delivery, context, session)
+                check_result(handler, self._invoke(handler, delivery, context, session))
                 keep.check(session.get_transaction() is transaction and transaction.is_active)
                 session.flush()
-            connection = session.connection(bind_arguments={"clause": self._tables.deliveries})
-            # false where the handler ended the transaction of the connection below the session
-            keep.check(connection.in_transaction())
-            _refuse_autocommit(handler, connection)
-            self._complete(connection, delivery)
+            self._finish(handler, keep, session, delivery)
 
-    def _invoke(self, handler: Handler, delivery: Delivery, context: Context, session: Any) -> None:
+    async def run_async(self, handler: Handler, delivery: Delivery, context: Context) -> None:
+        """:meth:`run` for a coroutine function, which takes an ``AsyncSession``."""
+        if self._room is None:
+            self._room = asyncio.Semaphore(self._size)
+        keep = _KeepOpen(handler.name)
+        factory = handler.session_factory or self._async_session_factory
+        async with self._room:
+            if factory is not None:
+                session = factory()
+            else:
+                assert handler.injection.session_class is not None
+                session = handler.injection.session_class(self._async_engine)
+            async with session, session.begin() as transaction:
+                inner = session.sync_session
+                self._used.add(self._refuse_autocommit_engine(handler, inner).engine)
+                with keep.watch(inner, "before_commit"):
+                    await self._invoke(handler, delivery, context, session)
+                    begun = transaction.sync_transaction
+                    keep.check(inner.get_transaction() is begun and begun.is_active)
+                    await session.flush()
+                await session.run_sync(lambda sync: self._finish(handler, keep, sync, delivery))
+
+    async def close(self) -> None:
+        """Close the pooled connections of async engines: they are of no use to another loop."""
+        if self._used:
+            from sqlalchemy.ext.asyncio import AsyncEngine
+
+            for engine in self._used:
+                await AsyncEngine(engine).dispose()
+
+    def _refuse_autocommit_engine(self, handler: Handler, session: Session) -> Engine | Connection:
+        bind = session.get_bind(clause=self._tables.deliveries)
+        if isinstance(bind, Engine) and _autocommits(bind):
+            raise _no_transaction(handler)
+        return bind
+
+    def _finish(
+        self, handler: Handler, keep: _KeepOpen, session: Session, delivery: Delivery
+    ) -> None:
+        connection = session.connection(bind_arguments={"clause": self._tables.deliveries})
+        # false where the handler ended the transaction of the connection below the session
+        keep.check(connection.in_transaction())
+        _refuse_autocommit(handler, connection)
+        self._complete(connection, delivery)
+
+    def _invoke(self, handler: Handler, delivery: Delivery, context: Context, session: Any) -> Any:
         assert delivery.event is not None
-        check_result(
-            handler, handler.injection.invoke(handler.function, delivery.event, context, session)
-        )
+        return handler.injection.invoke(handler.function, delivery.event, context, session)
 
     def _complete(self, connection: Any, delivery: Delivery) -> None:
         # Last in the transaction: the lane is locked against a takeover until the commit.
@@ -124,6 +182,14 @@ class Transactions:
             raise
         if not completed:
             raise LostLeaseError(delivery.lane, delivery.id)
+
+
+def makes_async_sessions(factory: object) -> bool:
+    """Whether *factory* is one for ``AsyncSession``."""
+    module = sys.modules.get("sqlalchemy.ext.asyncio")
+    return module is not None and isinstance(
+        factory, module.async_sessionmaker | module.async_scoped_session
+    )
 
 
 def _autocommits(engine: Engine) -> bool:
