@@ -6,7 +6,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FLIGHTS ?= 20000
 
-.PHONY: demo test lint clean
+# What the compatibility run uses: another environment, and a server of an older release.
+COMPAT := .venv-compat
+COMPAT_URL ?= postgresql+psycopg://postgres@127.0.0.1:5432/postgres
+WHEEL := build/wheel
+
+.PHONY: demo test lint compat wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -21,14 +26,36 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The whole suite on SQLAlchemy 2.0 and the server at COMPAT_URL; without one it fails.
+compat: $(COMPAT)/.installed
+	RELAYBUS_TEST_URL=$(COMPAT_URL) $(COMPAT)/bin/python -m pytest
+
+# What a user installs: the wheel in a clean environment, away from the checkout.
+wheel: $(STAMP)
+	rm -rf $(WHEEL)
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(WHEEL) .
+	$(PYTHON) -m venv $(WHEEL)/venv
+	$(WHEEL)/venv/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	$(WHEEL)/venv/bin/python -m pip install --quiet --disable-pip-version-check \
+		"$$(echo $(WHEEL)/*.whl)[embedded,asyncio]" --group test
+	mkdir $(WHEEL)/run && cp -r README.md Makefile pyproject.toml .ci tests docs $(WHEEL)/run
+	cd $(WHEEL)/run && ../venv/bin/python -m pytest tests/test_readme.py tests/migrations
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(COMPAT) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 # pip before 25.1 knows no dependency groups
 $(STAMP): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--editable '.[postgresql,embedded,asyncio]' --group dev
+	touch $@
+
+$(COMPAT)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(COMPAT)
+	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--editable '.[postgresql,embedded,asyncio]' 'SQLAlchemy<2.1' --group test
 	touch $@
 
 $(BIN)/python:

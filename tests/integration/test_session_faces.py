@@ -152,7 +152,7 @@ def test_a_scoped_session(engine: Engine, bus: RelayBus) -> None:
 
 
 def test_a_scoped_session_over_a_function_cannot_be_attached(engine: Engine, bus: RelayBus) -> None:
-    scoped = scoped_session(lambda: Session(engine))  # type: ignore[arg-type]
+    scoped: scoped_session[Session] = scoped_session(lambda: Session(engine))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="cannot attach"):
         bus.attach(scoped)
     bus.publish(scoped, "a", {})
@@ -176,7 +176,7 @@ def test_events_go_to_the_engine_that_their_tables_are_bound_to(
     other = create_engine(empty_database_url)
     Base.metadata.create_all(engine)
     Elsewhere.metadata.create_all(other)
-    binds = {Base: engine, Elsewhere: other, bus.tables.events: engine}
+    binds: dict[Any, Any] = {Base: engine, Elsewhere: other, bus.tables.events: engine}
     try:
         with Session(binds=binds) as session:
             session.add(Order(id=1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -42,7 +41,7 @@ class Plain(Base):
 
 
 @pytest.fixture
-def sessions(engine: Engine) -> Iterator[sessionmaker[Session]]:
+def sessions(engine: Engine) -> sessionmaker[Session]:
     Base.metadata.create_all(engine)
     return sessionmaker(engine)
 
@@ -55,7 +54,7 @@ def stored(engine: Engine) -> list[tuple[str, str | None, str]]:
                 events.c.created_at, events.c.sequence
             )
         )
-        return [tuple(row) for row in rows]  # type: ignore[misc]
+        return [tuple(row) for row in rows]
 
 
 def test_a_payload_function_sees_the_primary_key_of_a_new_object(

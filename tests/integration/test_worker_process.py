@@ -253,7 +253,8 @@ def test_a_handler_that_kills_its_process(
     crashes = 0
     for _ in range(6):
         with worker_process(app, *QUICK, "--lease-duration", "1", url=database_url) as worker:
-            eventually(lambda w=worker: w.process.poll() is not None or dead(bus, engine))
+            process = worker.process
+            eventually(lambda: process.poll() is not None or dead(bus, engine))  # noqa: B023
             if worker.process.poll() is None:
                 drained(bus, engine)
                 assert terminated(worker) == 0
@@ -288,13 +289,14 @@ def test_the_database_goes_away_and_comes_back(
                 sent += 1
             publish(bus, engine, "slow", 1)
             worker.until(lambda: noted(app, "began", 1))
-            own_server.stop(how)  # type: ignore[arg-type]
+            own_server.stop(how)
             worker.until(lambda: "the database failed" in worker.output)
             time.sleep(1)
             own_server.start()
             engine.dispose()
+            expected = set(range(sent))
             worker.until(
-                lambda sent=sent: {int(row[2]) for row in noted(app, "quick")} == set(range(sent))
+                lambda: {int(row[2]) for row in noted(app, "quick")} == expected  # noqa: B023
             )
             drained(bus, engine)
         assert worker.output.count("the database failed") < 30
