@@ -90,6 +90,7 @@ class Pump:
         #: buried without having run: nothing of their keys was blocked for them
         self._unrun: set[int] = set()
         self._unsure: tuple[Exchange, list[Delivery]] | None = None
+        self._renewing: set[int] = set()  # lanes of a renewal with an unknown outcome
 
         self._enlist_at = 0.0
         self._look_at = 0.0
@@ -437,12 +438,14 @@ class Pump:
         now = time.monotonic()
         holds = [hold for hold in self._holds if now >= hold.renew_at]
         if holds:
+            self._renewing = {hold.lease.lane for hold in holds}
             leases = self._store.renew(
                 connection,
                 self._holder,
                 [hold.lease for hold in holds],
                 self._settings.lease_duration,
             )
+            self._renewing = set()
             self._renewed(leases, now)
 
     def _request(self) -> tuple[Exchange, list[Delivery], list[Hold]]:
@@ -619,8 +622,9 @@ class Pump:
         self._holds.drop_strays(connection)
         lanes = [hold.lease.lane for hold in self._holds]
         stored = self._store.read_lanes(connection, lanes) if lanes else {}
-        self._unsure = None  # not earlier: reading may fail as well
         asked = {lane.lease.lane for lane in request.lanes} if request is not None else set()
+        asked |= self._renewing
+        self._unsure, self._renewing = None, set()  # not earlier: reading may fail as well
         committed: set[int] = set()
         for lane in lanes:
             hold = self._holds.get(lane)
