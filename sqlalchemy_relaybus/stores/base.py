@@ -192,11 +192,18 @@ class NewEvent(NamedTuple):
 
 
 class Live(NamedTuple):
-    """The workers alive, the caller included."""
+    """The other workers that are alive, each by its handlers."""
 
-    workers: int
-    #: every handler that one of the others has
-    elsewhere: frozenset[str]
+    others: Sequence[frozenset[str]]
+
+    @property
+    def elsewhere(self) -> frozenset[str]:
+        """Every handler that one of them has."""
+        return frozenset().union(*self.others)
+
+    def having(self, handler: str) -> int:
+        """How many workers have *handler*, the caller included, which has it."""
+        return 1 + sum(handler in handlers for handlers in self.others)
 
 
 class Store(Protocol):

@@ -77,11 +77,12 @@ class Pump:
         self._hinted = False
         self._stop_by: float | None = None
         self._aborted = False
+        self._last_moments = 0.0  # of the grace, for what is cancelled
 
         self._finished: dict[int, Delivery] = {}
         self._parks: dict[int, Park] = {}
         self._park_at = 0.0
-        self._load = Load()
+        self._load = Load(handlers, settings)
         self._prefetched = 0
         self._width = LEAST_LANES
         self._careful_until = 0.0
@@ -119,7 +120,8 @@ class Pump:
         """Claim nothing more, let running handlers end within *grace* seconds, hand all back."""
         if self._stop_by is None:
             # cancelled coroutines get the last moments of it to end
-            self._stop_by = time.monotonic() + grace - min(1.0, grace / 4)
+            self._last_moments = min(1.0, grace / 4)
+            self._stop_by = time.monotonic() + grace - self._last_moments
         self._signal.set()
 
     # -- the thread ----------------------------------------------------------------------------
@@ -167,7 +169,6 @@ class Pump:
                     raise
                 # The statement did nothing: somebody has locked what it needs, perhaps for long.
                 log.warning("held up by somebody else's lock (%s)", _first_line(error))
-                self._look_at = self._park_at = time.monotonic() + RETRY_LOCKED
                 self._renew(connection)
                 continue
             if wait is None:
@@ -180,15 +181,18 @@ class Pump:
         now = time.monotonic()
         self._collect(now)
         self._expire(now)
-        if self._parks and now >= self._park_at:
-            self._park(connection)
-        if now >= self._enlist_at:
-            self._holds.enlist(connection)
-            self._enlist_at = now + min(ENLIST, self._settings.lease_duration / 3)
-        if self._stop_by is None:
-            self._look(connection, now)
-        elif self._stopped(now):
+        # What is next is set before a statement is sent: one that is held up by somebody's lock is
+        # not to be the first thing that the next round tries, too.
+        if self._stop_by is not None and self._stopped(now):
             return None
+        if self._parks and now >= self._park_at:
+            self._park_at = now + RETRY_LOCKED
+            self._park(connection)
+        if self._stop_by is None:
+            if now >= self._enlist_at:
+                self._enlist_at = now + min(ENLIST, self._settings.lease_duration / 3)
+                self._holds.enlist(connection)
+            self._look(connection, now)
         wait = self._exchange_if_due(connection)
         if self._stop_by is None:
             self._holds.hand_back(connection)
@@ -332,12 +336,12 @@ class Pump:
         starved = self._hungry and room and not self._holds.any_ready
         if not (starved or self._hinted or now >= self._look_at):
             return
-        self._hinted = False
-        soonest = self._holds.look(connection, all=room)
-        self._hungry = False
+        self._hinted = self._hungry = False
         # jitter keeps the workers from looking all at once
         pause = self._look_pause * random.uniform(0.75, 1.0)
         self._look_pause = min(self._look_pause * 2, self._settings.max_poll_interval)
+        self._look_at = now + pause
+        soonest = self._holds.look(connection, all=room)
         if soonest is not None:
             pause = min(pause, max(soonest, 0.001))
         self._look_at = time.monotonic() + pause
@@ -345,16 +349,19 @@ class Pump:
     # -- the exchange --------------------------------------------------------------------------
 
     @property
-    def _slots(self) -> int:
-        """How many more deliveries may start."""
-        return max(0, self._settings.concurrency - self._load.slots)
-
-    @property
     def _room(self) -> int:
         """How many more deliveries to claim."""
         settings = self._settings
         most = settings.concurrency + settings.prefetch - self._load.slots - self._prefetched
         return max(0, min(settings.batch, most))
+
+    @property
+    def _idle(self) -> float:
+        """The largest free share of an executor for which something is prefetched."""
+        if not self._prefetched:
+            return 0.0
+        waiting = {delivery.handler for hold in self._holds for delivery in hold.prefetched}
+        return max(map(self._load.idle, waiting), default=0.0)
 
     def _exchange_if_due(self, connection: Connection) -> float:
         """Exchange, if there is reason enough to; how long to wait otherwise, seconds."""
@@ -364,15 +371,16 @@ class Pump:
         if self._locked and now >= self._retry_locked_at:
             self._finished.update(self._locked)
             self._locked.clear()
-        room, slots = (0, 0) if stopping else (self._room, self._slots)
+        room = 0 if stopping else self._room
         claims = room > 0 and self._holds.any_ready
-        starts = slots > 0 and self._prefetched > 0
+        idle = 0.0 if stopping else self._idle
+        starts = idle > 0
         renew_at = min((hold.renew_at for hold in self._holds), default=now + 3600)
         if (
             renew_at <= now
             or len(self._finished) * 2 >= settings.batch
             or (claims and room * 4 >= min(settings.batch, settings.concurrency))
-            or (starts and slots * 4 >= settings.concurrency)
+            or idle >= 0.5
             or (not self._load.deliveries and (claims or starts or self._finished))
         ):
             self._exchange(connection)
@@ -452,7 +460,7 @@ class Pump:
         now = time.monotonic()
         settings = self._settings
         stopping = self._stop_by is not None
-        room, slots = (0, 0) if stopping else (self._room, self._slots)
+        room = 0 if stopping else self._room
         holds: dict[int, tuple[Hold, bool, bool]] = {}  # claim, write
         claiming = self._holds.choose(self._width) if room else []
         for hold in claiming:
@@ -470,13 +478,9 @@ class Pump:
         for hold in self._holds.in_turn():
             if now >= hold.renew_at:
                 write(hold)
-            while hold.prefetched and len(promoted) < slots:
-                delivery = hold.prefetched.popleft()
-                hold.started[delivery.id] = delivery
-                promoted.append(delivery)
+            if hold.prefetched and not stopping and (fit := self._promote(hold)):
+                promoted += fit
                 write(hold)
-        self._prefetched -= len(promoted)
-        self._load.begin(promoted)
         asked = [hold for hold, _, _ in holds.values()]
         request = Exchange(
             lanes=[LaneRequest(hold.lease, claim, must) for hold, claim, must in holds.values()],
@@ -491,11 +495,26 @@ class Pump:
             handlers=list(self._handlers),
             limit=room,
             per_lane=max(1, min(LANE_IN_FLIGHT, -(-room // max(1, len(claiming))))),
-            room=0 if self._prefetched else max(0, slots - len(promoted)),
+            room=0 if self._prefetched else self._load.free(),
             lease_duration=settings.lease_duration,
             careful=now < self._careful_until,
         )
         return request, promoted, claiming
+
+    def _promote(self, hold: Hold) -> list[Delivery]:
+        """Move what can begin from the prefetched to the started; it runs when that is recorded."""
+        fit: list[Delivery] = []
+        rest: deque[Delivery] = deque()
+        for delivery in hold.prefetched:
+            if self._load.fits(delivery):
+                self._load.begin((delivery,))
+                hold.started[delivery.id] = delivery
+                fit.append(delivery)
+            else:
+                rest.append(delivery)
+        hold.prefetched = rest
+        self._prefetched -= len(fit)
+        return fit
 
     def _renewed(self, leases: Mapping[int, Lease], sent: float) -> None:
         for lane, lease in leases.items():
@@ -682,7 +701,7 @@ class Pump:
             # coroutines can be cancelled: wait a moment for them to be reported
             self._aborted = True
             self._dispatcher.abort()
-            self._stop_by = now + min(1.0, self._settings.grace / 4 + 0.1)
+            self._stop_by = now + self._last_moments
             return False
         return True
 

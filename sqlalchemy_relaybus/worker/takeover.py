@@ -12,7 +12,7 @@ from sqlalchemy import Connection, Engine
 
 from ..lanes import LANES
 from ..settings import Settings
-from ..stores.base import Delivery, Lease, Store
+from ..stores.base import Delivery, Lease, Live, Store
 
 log = logging.getLogger("sqlalchemy_relaybus.worker")
 
@@ -38,6 +38,7 @@ class Hold:
         "ready",
         "renew_at",
         "started",
+        "taken_at",
         "worked_at",
     )
 
@@ -56,7 +57,7 @@ class Hold:
         self.lost = False
         #: somebody has it locked: not to be asked again before (monotonic seconds)
         self.not_before = 0.0
-        self.worked_at = sent
+        self.taken_at = self.worked_at = sent
         self.renewed(lease, sent, lease_duration)
 
     def renewed(self, lease: Lease, sent: float, lease_duration: float) -> None:
@@ -107,7 +108,7 @@ class Holds:
         self._rotation: deque[int] = deque()
         self._resting: dict[int, float] = {}
         self._growth = FIRST_TAKE
-        self._workers = 1
+        self._live = Live(())
         self._elsewhere: frozenset[str] = frozenset()
 
     def __iter__(self) -> Iterator[Hold]:
@@ -141,7 +142,7 @@ class Holds:
             sorted(self._handlers),
             self._settings.lease_duration,
         )
-        self._workers = live.workers
+        self._live = live
         self._elsewhere = live.elsewhere
         self.drop_strays(connection)  # one that was locked when it was handed back, too
         self._share()
@@ -158,7 +159,11 @@ class Holds:
 
     @property
     def _most(self) -> int:
-        return -(-LANES // self._workers)
+        """An even share among those who have the same handlers.
+
+        Workers that have others do not count: they cannot serve the lanes that are left to them.
+        """
+        return max(-(-LANES // self._live.having(handler)) for handler in self._handlers)
 
     # -- finding and taking --------------------------------------------------------------------
 
@@ -205,6 +210,10 @@ class Holds:
     def _take(self, wanted: list[int], *, all: bool) -> None:
         limit = min(self._growth if all else FIRST_TAKE, self._most - len(self._lanes))
         if limit <= 0:
+            # nobody serves them, and this worker has its share: it makes room, so that no lane
+            # waits for ever behind busy ones
+            for hold in sorted(self._lanes.values(), key=lambda hold: hold.taken_at)[:FIRST_TAKE]:
+                hold.draining = True
             return
         # workers that look at the same time begin at different places
         start = (self._holder.int + len(self._lanes)) % len(wanted)

@@ -194,6 +194,10 @@ def charge(tables: Tables) -> Prepared:
     does not show what the former holder completed, and what it had not completed it cannot
     complete any more. What it had only prefetched never ran and is not charged. ``claims`` grows
     with the attempt: the token of the former run ends here.
+
+    ``SKIP LOCKED``: a row that somebody else has locked goes uncharged, so that a takeover waits
+    for nobody and the taker's own leases do not run out meanwhile. The epoch fences it all the
+    same.
     """
     deliveries = tables.deliveries
     lost = rows("lost", lane=("lanes", SmallInteger()), id=("ids", BigInteger()))
@@ -203,9 +207,16 @@ def charge(tables: Tables) -> Prepared:
         .limit(literal_column("1"))
         .lateral("found")
     )
+    free = (
+        select(address(deliveries))
+        .where(rows_at(deliveries, select(found.c.address).select_from(lost.join(found, true()))))
+        .with_for_update(of=deliveries, skip_locked=True)
+        .cte("free")
+        .prefix_with("MATERIALIZED")
+    )
     return Prepared(
         update(deliveries)
-        .where(rows_at(deliveries, select(found.c.address).select_from(lost.join(found, true()))))
+        .where(rows_at(deliveries, select(free.c.address)))
         .values(attempts=deliveries.c.attempts + 1, claims=deliveries.c.claims + 1)
         .returning(deliveries.c.lane, deliveries.c.id)
     )

@@ -341,6 +341,15 @@ def _add_handlers(
         if handler not in stored[new.event.id][1]
     ]
     if added:
+        # An id may come again under another key than it is stored with. The deliveries go under
+        # the stored one, whose counter must be locked, too, before their ids are drawn.
+        given = {new.event.key for new in known}
+        others = {key for _, _, key in added if key is not None and key not in given}
+        if others:
+            connection.execute(
+                numbering(tables),
+                {"keys": list(others), "counts": array_literal(0 for _ in others)},
+            )
         parameters = {
             "ids": [new.event.id for new, _, _ in added],
             "handlers": [handler for _, handler, _ in added],

@@ -70,7 +70,7 @@ class PostgreSQLStore:
     ) -> Live:
         parameters = {"holder": holder, "owner": owner, "handlers": list(handlers), "ttl": ttl}
         others = lanes.enlist(self.tables)(connection, parameters)
-        return Live(len(others) + 1, frozenset(name for (names,) in others for name in names))
+        return Live([frozenset(names) for (names,) in others])
 
     def resign(self, connection: Connection, holder: UUID) -> None:
         lanes.resign(self.tables)(connection, {"holder": holder})
@@ -95,6 +95,11 @@ class PostgreSQLStore:
             "lease_duration": lease_duration,
         }
         with connection.begin():
+            # a locked table must not hold the caller up: it has leases to renew
+            connection.execute(
+                text("SELECT set_config('lock_timeout', :limit, true)"),
+                {"limit": f"{max(1, round(lease_duration * 100))}ms"},
+            )
             taken = [
                 Taken(Lease(lane, epoch, version, address), started)
                 for lane, epoch, version, address, started in lanes.take(self.tables)(
