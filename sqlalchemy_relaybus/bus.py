@@ -120,9 +120,10 @@ class RelayBus(Router):
         in which their transactions committed, one at a time for each handler.
 
         *payload* is plain JSON data and is copied now. *id* makes publishing again harmless: a
-        handler that the event has had a delivery for gets no other one. A text that is no UUID is
-        mapped to one. *delay* (seconds) is added to the database's clock; *available_at* is a
-        moment with a time zone instead. Later events of the same key wait for a delayed one.
+        handler that the event has had a delivery for gets no other one, and what was stored first
+        stays, whatever else differs. A text that is no UUID is mapped to one. *delay* (seconds) is
+        added to the database's clock; *available_at* is a moment with a time zone instead. Later
+        events of the same key wait for a delayed one.
 
         Raises a :class:`PublishError`, with nothing queued or written, for anything that cannot be
         stored, and :class:`UnroutedEventError` where no handler takes *type*.

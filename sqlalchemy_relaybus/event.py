@@ -10,9 +10,10 @@ from uuid import UUID
 
 
 class Event:
-    """Something that happened, as published. Immutable.
+    """Something that happened, as published. Its attributes cannot be set.
 
-    ``payload`` is decoded from its JSON text on first access and is this event's own copy.
+    ``payload`` is decoded from its JSON text on first access. It is this event's own copy: what a
+    handler changes in it, nobody else sees.
     ``sequence`` numbers the events of one ``key`` in the order in which they were committed; no
     number is used twice, but some may be left out. It and ``created_at`` (the database's clock)
     are known once the event has been read back, so both are ``None`` on the event that

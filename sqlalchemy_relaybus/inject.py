@@ -22,7 +22,7 @@ from sqlalchemy_relaybus.event import Context, Event
 from sqlalchemy_relaybus.exc import HandlerSignatureError
 
 #: The modes in which a handler works in a database transaction of the worker's making.
-SESSION_MODES = ("transactional", "deduplicated")
+SESSION_MODES = ("transactional",)
 
 Slot: TypeAlias = Literal["event", "context", "session"]
 SessionKind: TypeAlias = Literal["session", "connection", "async_session"]
@@ -206,7 +206,7 @@ class _Resolver:
                 raise self._error(
                     parameter.name,
                     f"{_show(annotation)} is nothing that a handler is given; annotate it with "
-                    "Event, Context or (in the modes transactional and deduplicated) Session, "
+                    "Event, Context or (in the mode transactional) Session, "
                     "AsyncSession or Connection, or give it a default",
                 )
             self._take(parameter.name, slot)
@@ -268,8 +268,7 @@ class _Resolver:
             raise self._error(
                 parameter,
                 f"the mode {self.mode!r} gives no {cls.__name__}; register the handler with "
-                f"mode={SESSION_MODES[0]!r} or mode={SESSION_MODES[1]!r}, or open one in the "
-                "handler",
+                f"mode={SESSION_MODES[0]!r}, or open one in the handler",
             )
         if self.is_async and kind != "async_session":
             raise self._error(

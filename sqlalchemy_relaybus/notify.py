@@ -61,7 +61,11 @@ class Waker:
             if engine not in self._tasks:
                 task = loop.create_task(self._notify_in_loop(engine))
                 self._tasks[engine] = task
-                task.add_done_callback(lambda _: self._tasks.pop(engine, None))
+                task.add_done_callback(lambda done: self._forget(engine, done))
+
+    def _forget(self, engine: Engine, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(engine) is task:
+            del self._tasks[engine]
 
     async def _notify_in_loop(self, engine: Engine) -> None:
         from sqlalchemy.ext.asyncio import AsyncEngine  # the application has imported it

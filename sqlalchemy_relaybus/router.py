@@ -82,9 +82,19 @@ class Router:
             raise ConfigurationError(
                 f"handler {name!r}: a session_factory serves the mode 'transactional' only"
             )
-        limit = None if timeout is None else as_seconds(timeout)
+        try:
+            limit = None if timeout is None else as_seconds(timeout)
+        except (TypeError, ValueError):
+            limit = 0
         if limit == 0:
-            raise ConfigurationError(f"handler {name!r}: the timeout must be more than 0 s")
+            raise ConfigurationError(
+                f"handler {name!r}: the timeout must be more than 0 seconds, not {timeout!r}"
+            )
+        if retry is not None and not isinstance(retry, RetryPolicy):
+            raise ConfigurationError(
+                f"handler {name!r}: retry must be a policy such as Exponential(max_attempts=5), "
+                f"not {retry!r}"
+            )
 
         def register(function: F) -> F:
             if name in self._handlers:

@@ -150,8 +150,7 @@ class Settings:
     )
     prefetch: int = _setting(
         200,
-        "The most deliveries claimed ahead of a free slot. 0 claims only what can start at once. "
-        "Handlers in the mode at_most_once are never prefetched.",
+        "The most deliveries claimed ahead of a free slot. 0 claims only what can start at once.",
         low=0,
         high=10_000,
     )

@@ -32,6 +32,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.sql.elements import conv
 
+from .exc import ConfigurationError
+
 SCHEMA_VERSION = 2
 DEFAULT_PREFIX = "relaybus_"
 
@@ -230,7 +232,16 @@ class Tables:
         )
 
 
+#: PostgreSQL cuts names after 63 bytes; the longest one after the prefix has 31.
+MAX_PREFIX_BYTES = 32
+
+
 @lru_cache(maxsize=32)
 def tables_for(schema: str | None = None, prefix: str = DEFAULT_PREFIX) -> Tables:
     """The tables under *schema* (``None``: the search path's) with names that begin *prefix*."""
+    if len(prefix.encode()) > MAX_PREFIX_BYTES:
+        raise ConfigurationError(
+            f"the prefix {prefix!r} is longer than {MAX_PREFIX_BYTES} bytes, with which names of "
+            "indexes would be cut off"
+        )
     return Tables(schema, prefix)

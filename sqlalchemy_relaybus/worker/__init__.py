@@ -61,6 +61,7 @@ class Worker:
         if settings is not None and overrides:
             raise ConfigurationError("give either settings or single ones by name, not both")
         self._bus = bus
+        self._ran = False
         self._engine = engine
         self._settings = settings if settings is not None else Settings.from_env({}, **overrides)
         self._store = store_for(engine.dialect.name, bus.tables)
@@ -93,6 +94,9 @@ class Worker:
 
         Raises a :class:`SchemaError` if the database's tables do not fit.
         """
+        if self._ran:
+            raise RuntimeError("a worker runs once; make another one")
+        self._ran = True
         with self._engine.connect() as connection:
             check_schema(connection, self._bus.tables)
         listener = Listener(self._own, self._store, self._pump.hint)

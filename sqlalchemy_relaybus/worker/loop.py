@@ -104,6 +104,8 @@ class LoopExecutor:
                     dispatcher.release(job, delivery)
                     return
                 error = raised  # the handler's own doing
+            except GeneratorExit:
+                raise  # the coroutine is thrown away, after the worker has stopped
             except BaseException as raised:  # noqa: BLE001 - it ends this attempt only
                 error = raised
                 if isinstance(raised, TimeoutError) and limit is not None and clock.expired():

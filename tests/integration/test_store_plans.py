@@ -109,14 +109,19 @@ ACTS = {
         lambda holder, _: holder.promote(), {BY_KEY["lanes"], DUE, BY_ADDRESS["parked"]}, 3000, 100
     ),
     "take": Act(
-        lambda holder, _: holder.take(*range(16, 24)), {BY_KEY["lanes"]}, 200, 0, on_taker=True
+        lambda holder, _: holder.take(*range(16, 24)),
+        {BY_KEY["lanes"]},
+        200,
+        0,
+        nth=2,
+        on_taker=True,
     ),
     "charge": Act(
         lambda holder, _: holder.take(*range(240, 256)),
         {BY_KEY["deliveries"], BY_ADDRESS["deliveries"]},
         400,
         0,
-        nth=2,
+        nth=3,
         on_taker=True,
     ),
     "relinquish": Act(

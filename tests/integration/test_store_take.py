@@ -38,31 +38,38 @@ def test_a_completion_that_begins_after_a_takeover_waits_and_deletes_nothing(ben
     old.take(LANE, lease=EXPIRED)
     reply = old.exchange(room=1, lease=EXPIRED)
     [started], [prefetched] = reply.startable, reply.prefetched
-    with bench.connect() as other, bench.connect() as handler:
-        bench.lock_delivery(other, started.id)  # the takeover waits here, to charge it
-        with waiting(new.taker, lambda: new.take(LANE)) as takeover:
-            # not charged, so that nothing but the lane's epoch refuses it
-            with waiting(handler, lambda: old.complete(prefetched, handler)) as completion:
-                other.rollback()
-                assert takeover.result().keys() == {LANE}
-                assert completion.result() is False
+    with bench.connect() as taker, bench.connect() as handler:
+        new.begin_take(taker, LANE)
+        # not charged, so that nothing but the lane's epoch refuses it
+        with waiting(handler, lambda: old.complete(prefetched, handler)) as completion:
+            taker.commit()
+            assert completion.result() is False
         handler.commit()
     assert bench.deliveries() == [started.id, prefetched.id]
 
 
 def test_two_takers_never_get_one_lane_and_do_not_wait_for_each_other(bench: Bench) -> None:
     old, new, late = bench.holder(), bench.holder(), bench.holder()
-    bench.publish(new_event(KEY))
     old.take(LANE, lease=EXPIRED)
-    [started] = old.claim(lease=EXPIRED)
-    with bench.connect() as other:
-        bench.lock_delivery(other, started.id)
-        with waiting(new.taker, lambda: new.take(LANE)) as takeover:
-            assert late.take(LANE, LANE + 1).keys() == {LANE + 1}
-            other.rollback()
-            assert takeover.result().keys() == {LANE}
+    with bench.connect() as taker:
+        new.begin_take(taker, LANE)
+        assert late.take(LANE, LANE + 1).keys() == {LANE + 1}
+        taker.commit()
     assert late.take(LANE) == {}
     assert bench.lane(LANE).holder == new.id
+
+
+def test_a_takeover_waits_for_no_lock_on_what_it_charges(bench: Bench) -> None:
+    """Its taker has leases to renew. The epoch fences the row that it leaves uncharged."""
+    old, new = bench.holder(), bench.holder()
+    bench.publish(new_event(KEY), new_event(KEY))
+    old.take(LANE, lease=EXPIRED)
+    first, second = old.claim(lease=EXPIRED)
+    with bench.connect() as other:
+        bench.lock_delivery(other, first.id)
+        assert new.take(LANE).keys() == {LANE}
+    assert not old.complete(first)
+    assert [(each.id, each.attempts) for each in new.claim()] == [(first.id, 0), (second.id, 1)]
 
 
 def test_a_renewal_between_a_takers_snapshot_and_its_lock_keeps_the_lane(bench: Bench) -> None:

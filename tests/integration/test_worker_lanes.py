@@ -271,9 +271,10 @@ def test_somebody_elses_lock_beside_a_steady_flow(
             go.set()
             # longer than the lease where the lane itself can be renewed
             end = time.monotonic() + (2.0 if what == "delivery" else 0.8)
-            n = 0
+            n, keys = 0, map(str, itertools.count())
             while time.monotonic() < end:
-                publish(bus, engine, "step", n)
+                key = next(key for key in keys if lane_of(key) != lane)
+                publish(bus, engine, "step", n, key=key)
                 n += 1
                 time.sleep(0.01)
             eventually(lambda: ready(bus, engine) == 1)

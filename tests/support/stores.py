@@ -28,6 +28,8 @@ from sqlalchemy_relaybus.stores.base import (
     ParkedStatus,
     Taken,
 )
+from sqlalchemy_relaybus.stores.postgresql.lanes import take
+from sqlalchemy_relaybus.stores.postgresql.sql import array_literal
 from sqlalchemy_relaybus.tables import DEFAULT_PREFIX, tables_for
 
 T = TypeVar("T")
@@ -194,6 +196,16 @@ class Holder:
         taken = self.bench.store.take(self.taker, self.id, lanes, limit, lease)
         self.leases.update({each.lease.lane: each.lease for each in taken})
         return {each.lease.lane: each for each in taken}
+
+    def begin_take(self, connection: Connection, lane: int) -> None:
+        """The takeover's first statement, in a transaction that is left open."""
+        parameters = {
+            "lanes": array_literal([lane]),
+            "limit": 1,
+            "holder": self.id,
+            "lease_duration": 60.0,
+        }
+        take(self.bench.tables)(connection, parameters)
 
     def exchange(
         self,

@@ -274,7 +274,7 @@ def own_session(e: Event, s: OwnSession | None = None) -> Any: ...
 async def own_async_session(s: OwnAsyncSession) -> Any: ...
 
 
-@pytest.mark.parametrize("mode", ["transactional", "deduplicated"])
+@pytest.mark.parametrize("mode", ["transactional"])
 @pytest.mark.parametrize(
     ("function", "kind", "cls"),
     [

@@ -208,7 +208,7 @@ def requeue(tables: Tables) -> Prepared:
     """Give dead letters a fresh budget of attempts.
 
     Whoever deletes the parked row first moves it: twice at once has one effect. The id is kept,
-    so the delivery runs before the later ones of its key that have not begun.
+    so the delivery runs before the later ones of its key that no worker has claimed yet.
     """
     parked = tables.parked
     dead = and_(
