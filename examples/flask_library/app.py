@@ -58,7 +58,11 @@ def make_views() -> Flask:
     @app.get("/catalogue")
     def search() -> Answer:
         wanted = request.args.get("q", "").casefold()
-        cards = select(CatalogueCard).where(CatalogueCard.text.contains(wanted, autoescape=True))
+        cards = (
+            select(CatalogueCard)
+            .where(CatalogueCard.text.contains(wanted, autoescape=True))
+            .order_by(CatalogueCard.book_id)
+        )
         return [card.book_id for card in Session.scalars(cards) if card.available]
 
     return app

@@ -26,6 +26,9 @@ def library(engine: Engine) -> Iterator[Engine]:
     Base.metadata.create_all(engine)
     yield engine
     Session.remove()
+    bind = Session.session_factory.kw["bind"]  # the application's own, where it has made one
+    if bind is not None and isinstance(bind, Engine):
+        bind.dispose()
     Session.configure(bind=None, join_transaction_mode="conditional_savepoint")
 
 
