@@ -72,7 +72,9 @@ class Signals:
 def load(app: str) -> RelayBus:
     """The bus that *app* (``module:attribute``) names."""
     module_name, colon, attribute = app.partition(":")
-    if not colon or not module_name or not attribute:
+    if not colon or not all(
+        part.isidentifier() for part in (*module_name.split("."), *attribute.split("."))
+    ):
         raise ConfigurationError(
             f"--app is {app!r}; it names a module and a bus in it, as in 'shop.bus:bus'"
         )

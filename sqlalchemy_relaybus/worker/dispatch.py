@@ -274,12 +274,12 @@ def describe(error: BaseException) -> str:
 
 
 def _log_failure(delivery: Delivery, park: Park, error: BaseException) -> None:
+    attempt = delivery.attempts + 1
     if park.status == "dead":
-        log.error("%r is dead after %d attempts: %s", delivery, delivery.attempts + 1, park.error)
+        log.error("%r is dead, at attempt %d: %s", delivery, attempt, park.error, exc_info=error)
     elif park.status == "retrying":
-        attempt = delivery.attempts + 1
         log.warning(
-            "%r failed at attempt %d: %s; tried again in %.3g s",
+            "%r failed at attempt %d: %s; next try in %.3g s",
             delivery,
             attempt,
             park.error,

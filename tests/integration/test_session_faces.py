@@ -25,7 +25,13 @@ from sqlalchemy.orm import (
     sessionmaker,
 )
 
-from sqlalchemy_relaybus import ConfigurationError, InvalidEventError, RelayBus, UnroutedEventError
+from sqlalchemy_relaybus import (
+    ConfigurationError,
+    InvalidEventError,
+    RelayBus,
+    SchemaMissingError,
+    UnroutedEventError,
+)
 
 
 class Base(DeclarativeBase):
@@ -262,3 +268,12 @@ def test_an_event_that_nobody_takes_is_refused_unless_it_is_routed(engine: Engin
         session.commit()
         handlers = session.scalars(select(bus.tables.deliveries.c.handler)).all()
     assert sorted(handlers) == ["elsewhere.one", "elsewhere.two"]
+
+
+def test_a_database_without_tables_says_how_to_make_them(
+    empty_engine: Engine, bus: RelayBus
+) -> None:
+    with Session(empty_engine) as session:
+        bus.publish(session, "a", {})
+        with pytest.raises(SchemaMissingError, match="relaybus migrate upgrade"):
+            session.commit()

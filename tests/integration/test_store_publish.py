@@ -346,3 +346,16 @@ def test_publishing_needs_no_more_than_one_statement_or_two_with_keys(bench: Ben
     assert statements(*(new_event() for _ in range(50))) == 1
     assert statements(*(new_event(KEY, delay=1) for _ in range(50))) == 2
     assert statements(*(new_event(id=uuid4()) for _ in range(50))) == 1
+
+
+def test_an_id_again_under_another_key_keeps_the_order_of_the_stored_one(bench: Bench) -> None:
+    first = new_event(KEY, id=uuid4())
+    bench.publish(first)
+    again = new_event(None, handlers=("b",), id=first.event.id)
+    with bench.connect() as one, bench.connect() as two:
+        bench.store.publish(one, [again])
+        with waiting(two, lambda: bench.store.publish(two, [new_event(KEY)])) as later:
+            one.commit()
+            later.result()
+        two.commit()
+    assert handlers_of(bench, first.event.id) == ["a", "b"]

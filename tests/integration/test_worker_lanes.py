@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from sqlalchemy import Engine, create_engine, func, select, text, update
@@ -20,7 +21,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from sqlalchemy_relaybus import Context, Event, Fixed, NoRetry, RelayBus
-from sqlalchemy_relaybus.lanes import lane_of
+from sqlalchemy_relaybus.lanes import lane_of, lane_of_event
 from sqlalchemy_relaybus.stores.postgresql.store import PostgreSQLStore
 from tests.support.databases import open_engine
 from tests.support.proxy import proxy_to
@@ -50,6 +51,11 @@ def short_path() -> Iterator[Path]:
     """A directory for a Unix socket, whose path may not be long."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="rb-") as directory:
         yield Path(directory)
+
+
+def event_ids(bus: RelayBus, engine: Engine) -> list[UUID]:
+    with engine.connect() as connection:
+        return list(connection.scalars(select(bus.tables.events.c.id)))
 
 
 def increasing(rows: list[Any]) -> bool:
@@ -452,6 +458,29 @@ def test_two_workers_share_the_lanes(bus: RelayBus, engine: Engine) -> None:
             stop.set()
             publisher.join()
     assert not held_lanes(bus, engine)
+
+
+def test_workers_with_other_handlers_take_no_share(engine: Engine) -> None:
+    """Whoever cannot serve a lane does not keep others from it, however many they are."""
+    ours, others = RelayBus(), RelayBus()
+    begun, go_on = Runs(), threading.Event()
+
+    @ours.handler("mine", name="mine")
+    def mine(event: Event) -> None:
+        begun.add(event.payload)
+        go_on.wait(LIMIT)
+
+    @others.handler("theirs", name="theirs")
+    def theirs(event: Event) -> None: ...
+
+    publish(ours, engine, "mine", *range(1500))
+    with_work = {lane_of_event(id) for id in event_ids(ours, engine)}
+    with working(others, engine), working(others, engine), working(others, engine):
+        with working(ours, engine, concurrency=2, prefetch=2) as running:
+            begun.wait(1)
+            eventually(lambda: held_lanes(ours, engine, running.holder) == with_work)
+            go_on.set()
+            drained(ours, engine)
 
 
 def test_lanes_without_work_are_handed_back(bus: RelayBus, engine: Engine) -> None:

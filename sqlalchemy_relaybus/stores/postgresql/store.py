@@ -7,8 +7,10 @@ from typing import Any
 from uuid import UUID
 
 from sqlalchemy import Connection, text
+from sqlalchemy.exc import DBAPIError
 
 from ...event import Event
+from ...exc import SchemaMissingError
 from ...tables import Tables
 from .. import base
 from ..base import Delivery, Exchange, Exchanged, LaneState, Lease, Live, Park, Parked, Ready, Taken
@@ -17,6 +19,7 @@ from .listen import can_listen, listen, notify
 from .publish import publish
 from .sql import array_literal
 
+_UNDEFINED_TABLE = "42P01"
 #: Exchanges until a lane's row is tidied again after that was of no use.
 _UNTIDIED = 100
 
@@ -30,7 +33,12 @@ class PostgreSQLStore:
     # -- publishing ----------------------------------------------------------------------------
 
     def publish(self, connection: Connection, events: Sequence[base.NewEvent]) -> None:
-        publish(self.tables, connection, events)
+        try:
+            publish(self.tables, connection, events)
+        except DBAPIError as error:
+            if getattr(error.orig, "sqlstate", None) == _UNDEFINED_TABLE:
+                raise SchemaMissingError(self.tables.events.fullname) from error
+            raise
 
     # -- the worker's connection ---------------------------------------------------------------
 
