@@ -70,13 +70,18 @@ class Waker:
     async def _notify_in_loop(self, engine: Engine) -> None:
         from sqlalchemy.ext.asyncio import AsyncEngine  # the application has imported it
 
+        pool = engine.pool
         await asyncio.sleep(WINDOW)
+        if engine.pool is not pool:
+            return  # disposed of meanwhile: nobody would close what is opened from here on
         # what is committed from here on needs a notification of its own
         self._tasks.pop(engine, None)
         try:
             async with AsyncEngine(engine).connect() as connection:
                 await connection.execution_options(isolation_level="AUTOCOMMIT")
                 await connection.run_sync(store_for(engine.dialect.name, self._tables).notify)
+                if engine.pool is not pool:
+                    await connection.invalidate()
         except SQLAlchemyError as error:
             log.debug("no wake-up was sent (%s); workers find the event by polling", error)
 

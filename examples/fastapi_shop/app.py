@@ -50,8 +50,10 @@ async def embedded_worker(url: str) -> AsyncIterator[None]:
         yield
     finally:
         worker.stop(grace=10)
-        await running  # raises what ended the worker, if anything did
-        engine.dispose()
+        try:
+            await running  # raises what ended the worker, if anything did
+        finally:
+            engine.dispose()
 
 
 async def open_session() -> AsyncIterator[AsyncSession]:

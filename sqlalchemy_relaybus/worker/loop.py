@@ -104,8 +104,10 @@ class LoopExecutor:
                     dispatcher.release(job, delivery)
                     return
                 error = raised  # the handler's own doing
-            except GeneratorExit:
-                raise  # the coroutine is thrown away, after the worker has stopped
+            except GeneratorExit as raised:
+                if self._closed:
+                    raise  # the coroutine is thrown away: it was stuck when the worker stopped
+                error = raised
             except BaseException as raised:  # noqa: BLE001 - it ends this attempt only
                 error = raised
                 if isinstance(raised, TimeoutError) and limit is not None and clock.expired():
@@ -144,8 +146,17 @@ class LoopExecutor:
 
     def _finish(self) -> None:
         assert self._loop is not None
-        self._closing = self._loop.create_task(self._dispatcher.close_transactions())
+        self._closing = self._loop.create_task(self._close())
         self._closing.add_done_callback(self._end)
+
+    async def _close(self) -> None:
+        # hints that are still to be sent, for example; handlers have had their time
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=_CLOSING / 2)
+        await self._dispatcher.close_transactions()
 
     def _end(self, closing: asyncio.Task[None]) -> None:
         assert self._loop is not None
