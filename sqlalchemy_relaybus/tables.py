@@ -119,8 +119,8 @@ class Tables:
             self.deliveries, autovacuum_vacuum_scale_factor="0.02", autovacuum_vacuum_cost_delay="0"
         )
 
-        #: What is not to be claimed now: delayed, retrying, snoozed, dead. Out of the range that
-        #: claims scan, so that any number of them costs a claim nothing.
+        #: What is not to be claimed now: delayed, retrying, snoozed, dead, of no known handler.
+        #: Out of the range that claims scan, so that any number of them costs a claim nothing.
         self.parked = Table(
             name("parked"),
             self.metadata,
@@ -142,7 +142,7 @@ class Tables:
             Column("last_error", Text),
             primary_key("parked", "lane", "id"),
             CheckConstraint(
-                "status IN ('delayed', 'retrying', 'snoozed', 'dead')",
+                "status IN ('delayed', 'retrying', 'snoozed', 'dead', 'unhandled')",
                 name=conv(name("parked_status_check")),
             ),
         )
@@ -165,6 +165,12 @@ class Tables:
             self.parked.c.parked_at,
             self.parked.c.id,
             postgresql_where=self.parked.c.status == text("'dead'"),
+        )
+        Index(
+            name("parked_unhandled_idx"),
+            self.parked.c.handler,
+            self.parked.c.id,
+            postgresql_where=self.parked.c.status == text("'unhandled'"),
         )
 
         #: The leases. Unchanging columns first: an update logs only what follows them. The low

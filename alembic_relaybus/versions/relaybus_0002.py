@@ -137,7 +137,7 @@ def _create_tables() -> None:
         sa.Column("last_error", sa.Text),
         primary_key("parked", "lane", "id"),
         sa.CheckConstraint(
-            "status IN ('delayed', 'retrying', 'snoozed', 'dead')",
+            "status IN ('delayed', 'retrying', 'snoozed', 'dead', 'unhandled')",
             name=conv(here.name("parked_status_check")),
         ),
         schema=schema,
@@ -209,6 +209,7 @@ def _create_indexes() -> None:
         where="blocks AND key IS NOT NULL",
     )
     index("parked", "dead", "parked_at", "id", where="status = 'dead'")
+    index("parked", "unhandled", "handler", "id", where="status = 'unhandled'")
     index("completed", "at", "completed_at", "id")
 
 

@@ -245,6 +245,19 @@ class Store(Protocol):
     ) -> list[int]:
         """Move parked deliveries that are due back to the ready ones; their lanes."""
 
+    def set_aside(
+        self,
+        connection: Connection,
+        holder: UUID,
+        leases: Sequence[Lease],
+        known: Sequence[str],
+        limit: int,
+    ) -> int:
+        """Park at most *limit* deliveries a lane whose handlers are not *known*; how many."""
+
+    def reclaim(self, connection: Connection, handlers: Sequence[str], limit: int) -> int:
+        """Make at most *limit* deliveries ready that were set aside for *handlers*; how many."""
+
     def exchange(self, connection: Connection, holder: UUID, request: Exchange) -> Exchanged:
         """The pump: one statement, all of it fenced."""
 

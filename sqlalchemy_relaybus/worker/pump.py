@@ -144,7 +144,7 @@ class Pump:
                     if failures:
                         log.warning("reached the database again")
                     reached = time.monotonic()
-                    self._enlist_at = 0.0
+                    self._enlist_at = self._park_at = 0.0
                     return self._serve(connection)
             except (DBAPIError, PoolTimeoutError, OSError) as error:
                 # one that fails again and again after a good start is no better than none
@@ -320,6 +320,8 @@ class Pump:
         for park in ended:
             delivery = park.delivery
             del self._parks[delivery.id]
+            # what an exchange claimed ahead while the failure waited to be recorded
+            self._drop_followers(delivery.hold, delivery)
             delivery.hold.started.pop(delivery.id, None)
             delivery.hold.ready = True
             if delivery.id not in parked:

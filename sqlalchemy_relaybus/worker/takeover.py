@@ -20,6 +20,8 @@ log = logging.getLogger("sqlalchemy_relaybus.worker")
 FIRST_TAKE = 4
 #: Most deliveries of one lane in flight: a lane with a long queue does not take all the room.
 LANE_IN_FLIGHT = 64
+#: Most deliveries of a lane that are set aside at a time, and most that are taken back.
+SET_ASIDE = 1_000
 #: For how long a lane is left alone that others have handlers for, or that gave nothing, seconds.
 REST = 1.0
 
@@ -107,6 +109,8 @@ class Holds:
         self._lanes: dict[int, Hold] = {}
         self._rotation: deque[int] = deque()
         self._resting: dict[int, float] = {}
+        #: lanes that begin with a delivery of a handler that no worker has, and since when
+        self._strange: dict[int, float] = {}
         self._growth = FIRST_TAKE
         self._live = Live(())
         self._elsewhere: frozenset[str] = frozenset()
@@ -146,6 +150,7 @@ class Holds:
         self._elsewhere = live.elsewhere
         self.drop_strays(connection)  # one that was locked when it was handed back, too
         self._share()
+        self._store.reclaim(connection, sorted(self._handlers), SET_ASIDE)
 
     def _share(self) -> None:
         """Let go of lanes beyond an even share, those with the least in flight first."""
@@ -180,8 +185,11 @@ class Holds:
         wanted: set[int] = set()
         due: set[int] = set()
         soonest: float | None = None
+        strange: dict[int, float] = {}
         for lane, handler, wait, free in found:
             hold = self._lanes.get(lane)
+            if handler is not None and not self._known(handler):
+                strange[lane] = self._strange.get(lane, now)
             if wait > 0:
                 soonest = wait if soonest is None else min(soonest, wait)
             elif hold is not None:
@@ -205,7 +213,31 @@ class Holds:
             lanes = self._store.promote(connection, self._holder, leases, self._settings.batch)
             for lane in lanes:
                 self._lanes[lane].ready = True
+        self._strange = strange
+        self._set_aside(connection, now)
         return soonest
+
+    def _known(self, handler: str) -> bool:
+        return handler in self._handlers or handler in self._elsewhere
+
+    def _set_aside(self, connection: Connection, now: float) -> None:
+        """Move what no worker has a handler for out of the way, once it has been so for a while.
+
+        Claims would read over it again and again. A worker that is only restarted is back before.
+        """
+        patience = self._settings.lease_duration
+        leases = [
+            self._lanes[lane].lease
+            for lane, since in self._strange.items()
+            if lane in self._lanes and now - since >= patience
+        ]
+        if leases:
+            known = sorted(self._handlers | self._elsewhere)
+            count = self._store.set_aside(connection, self._holder, leases, known, SET_ASIDE)
+            if count:
+                log.warning(
+                    "set %d deliveries aside whose handlers no worker has: they wait for one", count
+                )
 
     def _take(self, wanted: list[int], *, all: bool) -> None:
         limit = min(self._growth if all else FIRST_TAKE, self._most - len(self._lanes))

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from sqlalchemy import (
+    ARRAY,
     BigInteger,
     Boolean,
     Float,
@@ -196,6 +197,82 @@ def promote(tables: Tables) -> Prepared:
     chosen = (
         select(due.c.address)
         .select_from(held.join(due, literal_column("true")))
+        .cte("chosen")
+        .prefix_with("MATERIALIZED")
+    )
+    those = rows_at(parked, select(chosen.c.address))
+    return Prepared(_to_ready(tables, those, fresh=False))
+
+
+@lru_cache
+def set_aside(tables: Tables) -> Prepared:
+    """Park the ready deliveries of handlers that no worker has, out of the way of claims.
+
+    By the lane's holder, fenced. None of them is in flight: nobody claims for a handler that it
+    does not have. Lowest ids first, and marked as blocking: later ones of the same key stay behind
+    them. ``SKIP LOCKED``: what somebody else has locked is left for the next time.
+    """
+    deliveries, parked = tables.deliveries, tables.parked
+    asked = select(
+        rows("asked", lane=("lanes", SmallInteger()), epoch=("epochs", BigInteger()))
+    ).cte("asked")
+    held = _held(tables, asked)
+    strange = (
+        select(address(deliveries))
+        .where(
+            deliveries.c.lane == held.c.lane,
+            deliveries.c.handler != func.all(bindparam("known", type_=ARRAY(Text))),
+        )
+        .order_by(deliveries.c.id)
+        .limit(bindparam("limit", type_=Integer))
+        .with_for_update(of=deliveries, skip_locked=True)
+        .lateral("strange")
+    )
+    chosen = (
+        select(strange.c.address)
+        .select_from(held.join(strange, literal_column("true")))
+        .cte("chosen")
+        .prefix_with("MATERIALIZED")
+    )
+    gone = (
+        delete(deliveries)
+        .where(rows_at(deliveries, select(chosen.c.address)))
+        .returning(*deliveries.c)
+        .cte("gone")
+    )
+    names = ["id", "event_id", "attempts", "claims", "lane", "handler", "key", "last_error"]
+    return Prepared(
+        insert(parked)
+        .from_select(
+            [*names, "blocks", "status"],
+            select(
+                *(gone.c[name] for name in names),
+                literal_column("true"),
+                literal_column("'unhandled'"),
+            ),
+            include_defaults=False,
+        )
+        .returning(parked.c.lane)
+    )
+
+
+@lru_cache
+def reclaim(tables: Tables) -> Prepared:
+    """Make the deliveries ready that were set aside, for a worker that has their handlers.
+
+    By any worker, whoever holds the lanes: a row is parked and blocking, or ready and in front of
+    its followers, never neither, and whoever deletes the parked row first moves it.
+    """
+    parked = tables.parked
+    chosen = (
+        select(address(parked))
+        .where(
+            parked.c.status == literal_column("'unhandled'"),
+            parked.c.handler == func.any(bindparam("handlers", type_=ARRAY(Text))),
+        )
+        .order_by(parked.c.id)
+        .limit(bindparam("limit", type_=Integer))
+        .with_for_update(of=parked, skip_locked=True)
         .cte("chosen")
         .prefix_with("MATERIALIZED")
     )

@@ -242,6 +242,27 @@ class PostgreSQLStore:
         moved = outcomes.promote(self.tables)(connection, parameters)
         return [lane for lane, _ in moved]
 
+    def set_aside(
+        self,
+        connection: Connection,
+        holder: UUID,
+        leases: Sequence[Lease],
+        known: Sequence[str],
+        limit: int,
+    ) -> int:
+        parameters = {
+            "holder": holder,
+            "lanes": array_literal(lease.lane for lease in leases),
+            "epochs": array_literal(lease.epoch for lease in leases),
+            "known": list(known),
+            "limit": limit,
+        }
+        return len(outcomes.set_aside(self.tables)(connection, parameters))
+
+    def reclaim(self, connection: Connection, handlers: Sequence[str], limit: int) -> int:
+        parameters = {"handlers": list(handlers), "limit": limit}
+        return len(outcomes.reclaim(self.tables)(connection, parameters))
+
     def requeue(self, connection: Connection, ids: Sequence[int]) -> set[int]:
         moved = outcomes.requeue(self.tables)(connection, {"ids": array_literal(ids)})
         return {id for _, id in moved}
