@@ -35,6 +35,16 @@ class Handler:
     injection: Injection
 
 
+def _is_policy(retry: object) -> bool:
+    """Whether *retry* is one, and no class of which one was to be made."""
+    return (
+        not isinstance(retry, type)
+        and isinstance(retry, RetryPolicy)
+        and isinstance(retry.max_attempts, int)
+        and retry.max_attempts >= 1
+    )
+
+
 class Router:
     """A group of handlers, for a bus to include: a module of an application has one of its own."""
 
@@ -90,7 +100,7 @@ class Router:
             raise ConfigurationError(
                 f"handler {name!r}: the timeout must be more than 0 seconds, not {timeout!r}"
             )
-        if retry is not None and not isinstance(retry, RetryPolicy):
+        if retry is not None and not _is_policy(retry):
             raise ConfigurationError(
                 f"handler {name!r}: retry must be a policy such as Exponential(max_attempts=5), "
                 f"not {retry!r}"

@@ -73,7 +73,9 @@ class SessionHook:
         self._deferred: weakref.WeakKeyDictionary[Session, list[Callable[[], NewEvent]]] = (
             weakref.WeakKeyDictionary()
         )
-        self._classes: weakref.WeakSet[type[Session]] = weakref.WeakSet()
+        #: Attached classes, kept alive: SQLAlchemy knows listeners by the id of their class, and
+        #: takes a new class at the address of one that is gone for attached already.
+        self._classes: set[type[Session]] = set()
         #: sessions that wrote events in their present transaction, and through which engine
         self._written: weakref.WeakKeyDictionary[Session, Engine] = weakref.WeakKeyDictionary()
         #: the sync session class that each attached async_sessionmaker was given
@@ -91,6 +93,8 @@ class SessionHook:
     def attach(self, target: Any) -> None:
         owner = self._owner(target)
         if isinstance(owner, type):
+            if owner in self._classes:
+                return
             self._classes.add(owner)
         for name, listener in self._listeners:
             if not event.contains(owner, name, listener):

@@ -204,7 +204,7 @@ class Dispatcher:
             end: Kind = "gone" if job.handler.mode == "transactional" else "done"
             self._report((Outcome(delivery, end),))
             return True
-        if isinstance(error, LostLeaseError):
+        if isinstance(error, LostLeaseError) and job.handler.mode == "transactional":
             log.warning("%s", error)
             self._end_job(job, [Outcome(delivery, "lost")])
         else:

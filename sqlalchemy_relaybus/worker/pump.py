@@ -249,6 +249,8 @@ class Pump:
                 if hold.lost or not isinstance(end, Park):
                     hold.started.pop(delivery.id, None)
                     hold.ready = True
+                    if end == "lost":  # refused, and perhaps again and again
+                        hold.not_before = now + RETRY_LOCKED
                     ended.append(delivery)
                     if isinstance(end, Park):
                         log.warning("%s", LostLeaseError(delivery.lane, delivery.id))
@@ -601,7 +603,9 @@ class Pump:
         """Why a claimed delivery is buried instead of run."""
         if delivery.event is None:
             return bury(delivery, "its event is gone from the events table", charge=0)
-        if exhausted(self._handlers[delivery.handler].retry, delivery.attempts):
+        if delivery.attempts and exhausted(
+            self._handlers[delivery.handler].retry, delivery.attempts
+        ):
             reason = f"{delivery.attempts} attempts are used up; in the last, its worker died"
             return bury(delivery, reason, charge=0)
         return None

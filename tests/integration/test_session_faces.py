@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -277,3 +278,15 @@ def test_a_database_without_tables_says_how_to_make_them(
         bus.publish(session, "a", {})
         with pytest.raises(SchemaMissingError, match="relaybus migrate upgrade"):
             session.commit()
+
+
+def test_every_new_sessionmaker_is_attached(engine: Engine, bus: RelayBus) -> None:
+    """Also one whose class has the address of one that is gone."""
+    for n in range(60):
+        maker = sessionmaker(engine)
+        bus.attach(maker)
+        with maker.begin() as session:
+            bus.publish(session, "a", n)
+        del maker, session
+        gc.collect()
+    assert events(engine, bus) == 60

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
 from uuid import uuid4
 
+import pytest
 from sqlalchemy.orm import Session
 
-from sqlalchemy_relaybus import Event, RelayBus
+from sqlalchemy_relaybus import ConfigurationError, Event, Exponential, NoRetry, RelayBus
 from sqlalchemy_relaybus.settings import Settings
 from sqlalchemy_relaybus.stores.base import Delivery, Live
 from sqlalchemy_relaybus.worker.load import Load
@@ -76,3 +78,9 @@ def test_lanes_are_shared_among_those_with_the_same_handlers() -> None:
     live = Live([frozenset({"a", "b"}), frozenset({"b"})])
     assert (live.having("a"), live.having("b"), live.having("c")) == (2, 3, 1)
     assert live.elsewhere == {"a", "b"}
+
+
+@pytest.mark.parametrize("retry", [5, Exponential, NoRetry, "often"])
+def test_a_retry_that_is_no_policy_is_refused(retry: Any) -> None:
+    with pytest.raises(ConfigurationError, match="retry must be a policy"):
+        RelayBus().handler("a", name="h", retry=retry)(lambda event: None)
