@@ -68,7 +68,9 @@ class Waker:
             del self._tasks[engine]
 
     async def _notify_in_loop(self, engine: Engine) -> None:
-        from sqlalchemy.ext.asyncio import AsyncEngine  # the application has imported it
+        # the application has imported both
+        from sqlalchemy.ext.asyncio import AsyncEngine
+        from sqlalchemy.util import greenlet_spawn
 
         pool = engine.pool
         await asyncio.sleep(WINDOW)
@@ -84,6 +86,9 @@ class Waker:
                     await connection.invalidate()
         except SQLAlchemyError as error:
             log.debug("no wake-up was sent (%s); workers find the event by polling", error)
+        finally:
+            if engine.pool is not pool:  # disposed of while the connection was on its way back
+                await greenlet_spawn(pool.dispose)
 
     def _run(self) -> None:
         connections: dict[Engine, Connection] = {}
