@@ -18,6 +18,7 @@ from typing import Any, cast
 from sqlalchemy import Column, Connection, Engine, Integer, MetaData, Table, event, inspect
 from sqlalchemy.exc import UnboundExecutionError
 from sqlalchemy.orm import (
+    InstanceState,
     Session,
     SessionTransaction,
     UOWTransaction,
@@ -73,6 +74,8 @@ class SessionHook:
         self._deferred: weakref.WeakKeyDictionary[Session, list[Callable[[], NewEvent]]] = (
             weakref.WeakKeyDictionary()
         )
+        #: sessions at the end of a flush, behind our own hook there: nothing can wait for it more
+        self._flushed: weakref.WeakSet[Session] = weakref.WeakSet()
         #: Attached classes, kept alive: SQLAlchemy knows listeners by the id of their class, and
         #: takes a new class at the address of one that is gone for attached already.
         self._classes: set[type[Session]] = set()
@@ -83,7 +86,9 @@ class SessionHook:
         self._listeners: tuple[tuple[str, Callable[..., None]], ...] = (
             ("before_flush", self._before_flush),
             ("after_flush", self._after_flush),
+            ("after_flush_postexec", self._after_flush_postexec),
             ("after_soft_rollback", self._after_soft_rollback),
+            ("after_transaction_end", self._after_transaction_end),
         )
         if waker is not None:
             self._listeners += (("after_commit", self._after_commit),)
@@ -152,12 +157,23 @@ class SessionHook:
         self, session: Session, new: Callable[[], NewEvent], after: object | None = None
     ) -> None:
         """Queue an event on *session*; *after*: an object whose primary key it needs."""
-        if session._flushing:  # by a flush hook of the application: too late to queue
-            self._release(session, [*self._take(session), Pending(self, new, after)])
-            return
-        self._ensure(session)
         _map_pending()
-        session.add(Pending(self, new, after))
+        pending = Pending(self, new, after)
+        if not session._flushing:
+            self._ensure(session)
+            session.add(pending)
+        elif not self._attached(session):
+            # by a flush hook of the application, which cannot be joined by ours now
+            if _lacks_key(after):
+                raise ConfigurationError(
+                    f"{after!r} has no primary key yet, and its session is in a flush that it was "
+                    "not attached for; attach the session or its sessionmaker when it is made"
+                )
+            self.write(session, [new()])
+        elif session in self._flushed and _lacks_key(after):
+            session.add(pending)  # for the next flush, as the object itself is
+        else:
+            self._release(session, [*self._take(session), pending])
 
     def defer(self, session: Session, new: Callable[[], NewEvent]) -> None:
         """From within a flush of *session*: write an event at its end."""
@@ -167,6 +183,11 @@ class SessionHook:
     def _ensure(self, session: Session) -> None:
         if self._classes.isdisjoint(type(session).__mro__):
             self.attach(session)
+
+    def _attached(self, session: Session) -> bool:
+        return not self._classes.isdisjoint(type(session).__mro__) or event.contains(
+            session, "before_flush", self._before_flush
+        )
 
     def _before_flush(
         self, session: Session, flush_context: UOWTransaction, instances: object
@@ -187,20 +208,36 @@ class SessionHook:
         An object that this flush inserts has no primary key yet. There is something to flush then,
         so ``after_flush`` does fire; it does not where events are all there is.
         """
-        if session in self._deferred or any(
+        waits = session in self._deferred or any(
             each.after is not None and each.after in session.new for each in events
-        ):
+        )
+        if waits and session not in self._flushed:
             self._deferred.setdefault(session, []).extend(each.new for each in events)
         elif events:
             self.write(session, [each.new() for each in events])
 
     def _after_flush(self, session: Session, flush_context: UOWTransaction) -> None:
+        self._flushed.add(session)
         new = self._deferred.pop(session, ())
         if new:
             self.write(session, [make() for make in new])
 
+    def _after_flush_postexec(self, session: Session, flush_context: UOWTransaction) -> None:
+        self._flushed.discard(session)
+
     def _after_soft_rollback(self, session: Session, previous: SessionTransaction) -> None:
-        self._deferred.pop(session, None)  # of a flush that failed
+        self._forget(session)  # of a flush that failed
+
+    def _after_transaction_end(self, session: Session, transaction: SessionTransaction) -> None:
+        # The only one that fires for a session closed with a flush behind it that a hook of the
+        # application refused; what was published belongs to the transaction that is over.
+        if transaction.parent is None:
+            self._forget(session)
+            self._written.pop(session, None)
+
+    def _forget(self, session: Session) -> None:
+        self._deferred.pop(session, None)
+        self._flushed.discard(session)
 
     def write(self, session: Session, events: Sequence[NewEvent]) -> None:
         """Insert *events* now, in the session's transaction on the database of our tables."""
@@ -223,6 +260,16 @@ class SessionHook:
         engine = self._written.pop(session, None)
         if engine is not None:
             self._waker.wake(engine)
+
+
+def _lacks_key(instance: object) -> bool:
+    """Whether *instance* is new and has no primary key yet: another flush will give it one."""
+    state = inspect(instance, raiseerr=False) if instance is not None else None
+    return (
+        isinstance(state, InstanceState)
+        and state.key is None
+        and None in state.mapper.primary_key_from_instance(instance)
+    )
 
 
 def session_of(target: object) -> Session | None:

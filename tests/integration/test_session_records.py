@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, String, select
+from sqlalchemy import Connection, Engine, String, event, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from sqlalchemy_relaybus import ConfigurationError, PayloadError, RelayBus
@@ -47,14 +47,16 @@ def sessions(engine: Engine) -> sessionmaker[Session]:
 
 
 def stored(engine: Engine) -> list[tuple[str, str | None, str]]:
-    events = bus.tables.events
     with engine.connect() as connection:
-        rows = connection.execute(
-            select(events.c.type, events.c.key, events.c.payload).order_by(
-                events.c.created_at, events.c.sequence
-            )
-        )
-        return [tuple(row) for row in rows]
+        return stored_in(connection)
+
+
+def stored_in(target: Connection | Session) -> list[tuple[str, str | None, str]]:
+    events = bus.tables.events
+    statement = select(events.c.type, events.c.key, events.c.payload).order_by(
+        events.c.created_at, events.c.sequence
+    )
+    return [tuple(row) for row in target.execute(statement)]
 
 
 def test_a_payload_function_sees_the_primary_key_of_a_new_object(
@@ -155,3 +157,135 @@ def test_a_flush_that_failed_leaves_nothing_behind(
 def test_something_must_be_published() -> None:
     with pytest.raises(ConfigurationError, match="name an event type"):
         bus.record_changes(payload=_describe)
+
+
+# -- from the application's own flush hooks --------------------------------------------------------
+
+
+def _plain_added(session: Session) -> None:
+    for each in session.new:
+        if isinstance(each, Plain):
+            bus.record(each, "plain.added", _describe)
+
+
+@pytest.mark.parametrize("hook", ["before_flush", "after_flush", "after_flush_postexec"])
+@pytest.mark.parametrize("place", ["ahead", "behind"])
+def test_a_flush_hook_records_into_its_own_transaction(
+    engine: Engine, sessions: sessionmaker[Session], hook: str, place: str
+) -> None:
+    seen: list[Plain] = []
+
+    def record_new(session: Session, *rest: object) -> None:
+        if hook == "after_flush_postexec":  # the new objects are not listed as new any more
+            for each in seen:
+                bus.record(each, "plain.added", _describe)
+        else:
+            _plain_added(session)
+
+    class Own(Session):
+        pass
+
+    own = sessionmaker(engine, class_=Own)
+    if place == "behind":
+        bus.attach(own)
+    event.listen(Own, hook, record_new)
+    if place == "ahead":
+        bus.attach(own)
+    with own.begin() as session:
+        plain = Plain(name="tea")
+        seen.append(plain)
+        session.add(plain)
+        session.flush()
+        seen.clear()
+        assert [type for type, _, _ in stored_in(session)] == ["plain.added"]
+    assert stored(engine) == [("plain.added", None, '{"id":1,"name":"tea"}')]
+
+
+def test_an_object_added_by_a_flush_hook_is_recorded_with_the_next_flush(
+    engine: Engine, sessions: sessionmaker[Session]
+) -> None:
+    class Own(Session):
+        pass
+
+    own = sessionmaker(engine, class_=Own)
+    bus.attach(own)
+
+    @event.listens_for(Own, "after_flush")
+    def add_another(session: Session, context: object) -> None:
+        if any(isinstance(each, Item) for each in session.new):
+            plain = Plain(name="made by the hook")
+            session.add(plain)
+            bus.record(plain, "plain.added", _describe)
+
+    with own.begin() as session:
+        session.add(Item(name="tea"))
+    assert [(type, payload) for type, _, payload in stored(engine)] == [
+        ("item.added", '{"id":1,"name":"tea"}'),
+        ("plain.added", '{"id":1,"name":"made by the hook"}'),
+    ]
+
+
+def test_what_waits_for_a_refused_flush_ends_with_its_transaction(
+    engine: Engine, sessions: sessionmaker[Session]
+) -> None:
+    refusing = True
+
+    class Own(Session):
+        pass
+
+    own = sessionmaker(engine, class_=Own)
+    bus.attach(own)
+
+    @event.listens_for(Own, "before_flush")
+    def refuse(session: Session, context: object, instances: object) -> None:
+        if refusing:
+            raise ValueError("not today")
+
+    session = own()
+    plain = Plain(name="lost")
+    session.add(plain)
+    bus.record(plain, "plain.added", _describe)
+    with pytest.raises(ValueError, match="not today"):
+        session.commit()
+    session.close()  # no rollback is told of
+    refusing = False
+    session.add(Plain(name="kept"))
+    session.commit()
+    assert stored(engine) == []
+
+    # the same flush tried again within its transaction loses nothing
+    refusing = True
+    plain = Plain(name="late")
+    session.add(plain)
+    bus.record(plain, "plain.added", _describe)
+    with pytest.raises(ValueError, match="not today"):
+        session.flush()
+    refusing = False
+    session.commit()
+    assert [payload for _, _, payload in stored(engine)] == ['{"id":2,"name":"late"}']
+    session.close()
+
+
+@pytest.mark.parametrize("on", ["class", "instance"])
+def test_a_flush_hook_on_an_unattached_session(
+    engine: Engine, sessions: sessionmaker[Session], on: str
+) -> None:
+    class Own(Session):
+        pass
+
+    own = Own(engine)
+
+    def record_new(session: Session, *rest: object) -> None:
+        _plain_added(session)
+
+    target = Own if on == "class" else own
+    event.listen(target, "after_flush", record_new)
+    with own, own.begin():
+        own.add(Plain(name="tea"))
+    assert stored(engine) == [("plain.added", None, '{"id":1,"name":"tea"}')]
+
+    event.remove(target, "after_flush", record_new)
+    event.listen(target, "before_flush", record_new)
+    with pytest.raises(ConfigurationError, match="attach the session"), own, own.begin():
+        own.add(Plain(name="coffee"))
+    assert len(stored(engine)) == 1
