@@ -147,6 +147,12 @@ class Bury(HandlerOutcome):
         super().__init__(reason)
 
 
+def first_line(error: BaseException) -> str:
+    """*error* in one line: the driver's own words where it is one of the database's."""
+    original = getattr(error, "orig", None) or error
+    return str(original).strip().split("\n", 1)[0] or type(original).__name__
+
+
 def as_seconds(value: timedelta | float) -> float:
     """*value* in seconds; a number is taken as seconds. Negative values are refused."""
     seconds = value.total_seconds() if isinstance(value, timedelta) else float(value)

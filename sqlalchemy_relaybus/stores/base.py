@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from uuid import UUID
 
 from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
 
 from ..event import Event
 
@@ -28,10 +29,8 @@ class Lease(NamedTuple):
     epoch: int
     #: grows with every exchange of the holder: tells whether one with an unknown outcome happened
     version: int
-    #: where the store finds the lane's row fastest; a wrong one costs a look-up, nothing else
-    address: str
-    #: for how many exchanges the store leaves the row's dead versions alone; its own matter
-    untidied: int = 0
+    #: the store's own: what helps it to find the lane again. A wrong one costs time, nothing else.
+    hint: object = None
 
 
 class Taken(NamedTuple):
@@ -46,6 +45,7 @@ class LaneState(NamedTuple):
 
     lease: Lease
     holder: UUID | None
+    #: ids of the deliveries that its holder may be running, and of those claimed ahead
     started: Sequence[int]
     prefetched: Sequence[int]
 
@@ -133,9 +133,11 @@ class Exchange:
 class Exchanged:
     """What an exchange did."""
 
-    #: lane to lease: those written. A lane asked to be written that is missing is lost or locked:
-    #: :meth:`Store.read_lanes` tells which.
+    #: lane to lease: those written
     leases: dict[int, Lease] = field(default_factory=dict)
+    #: lanes that were to be written and are not, being lost or locked: :meth:`Store.read_lanes`
+    #: tells which
+    refused: set[int] = field(default_factory=set)
     #: ids of the finished deliveries whose rows were deleted
     deleted: set[int] = field(default_factory=set)
     #: ids of the finished deliveries stepped over because somebody else has locked them
@@ -214,6 +216,12 @@ class Store(Protocol):
 
     def prepare(self, connection: Connection, *, lock_timeout: float, timeout: float) -> None:
         """Fit a worker's own connection to the statements below; limits in seconds."""
+
+    def held_up(self, error: DBAPIError) -> bool:
+        """Whether *error* says that a statement did nothing: it waited too long for a lock."""
+
+    def conflicted(self, error: DBAPIError) -> bool:
+        """Whether *error* says that a transaction met what was committed after it began."""
 
     def enlist(
         self, connection: Connection, holder: UUID, owner: str, handlers: Sequence[str], ttl: float

@@ -20,7 +20,6 @@ from ..exc import ConfigurationError
 from ..schema import check_schema
 from ..settings import Settings
 from ..stores import store_for
-from .dispatch import Dispatcher
 from .pump import Pump
 from .transaction import Transactions, makes_async_sessions
 from .wake import Listener
@@ -72,27 +71,29 @@ class Worker:
         self._own = Engine(_pool_like(engine.pool), engine.dialect, engine.url)
         #: reentrant, as a signal handler needs it
         self._stops: SimpleQueue[float | None] = SimpleQueue()
-        self._pump = Pump(self._own, self._store, self._holder, bus.handlers, self._settings)
-        self._dispatcher = Dispatcher(
+        transactions = Transactions(
+            engine,
+            async_engine,
+            self._store,
+            bus.tables,
+            self._holder,
+            bus.session_factory,
+            self._settings.pool_size,
+        )
+        self._pump = Pump(
+            self._own,
+            self._store,
+            self._holder,
             bus.handlers,
             self._settings,
-            Transactions(
-                engine,
-                async_engine,
-                self._store,
-                bus.tables,
-                self._holder,
-                bus.session_factory,
-                self._settings.pool_size,
-            ),
-            self._pump.report,
+            transactions,
+            lambda connection: check_schema(connection, bus.tables),
         )
-        self._pump.attach(self._dispatcher)
 
     def run(self) -> bool:
         """Work until :meth:`stop`; whether everything that had started has ended by then.
 
-        Raises a :class:`SchemaError` if the database's tables do not fit.
+        Raises a :class:`SchemaError` if the database's tables do not fit, at the start or later.
         """
         if self._ran:
             raise RuntimeError("a worker runs once; make another one")
@@ -109,8 +110,7 @@ class Worker:
         finally:
             listener.stop()
             self._stops.put(None)
-            self._dispatcher.stop()
-            self._dispatcher.close()
+            self._pump.close()
             self._own.dispose()
 
     def stop(self, grace: float | None = None) -> None:
@@ -127,7 +127,6 @@ class Worker:
         grace = self._stops.get()
         if grace is not None:
             self._pump.stop(grace)
-            self._dispatcher.stop()
 
 
 def needs_async_engine(bus: RelayBus) -> str | None:

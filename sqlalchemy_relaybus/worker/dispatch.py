@@ -119,13 +119,14 @@ class Dispatcher:
         with self._lock:
             self._blocked.difference_update(pairs)
 
-    def expire(self, now: float) -> None:
-        """Give up on plain functions that run past their time limit."""
+    def expire(self, now: float) -> bool:
+        """Give up on plain functions that run past their time limit; false: too many did."""
         for executor in (self._plain, self._transactional):
             for job, delivery in executor.expire(now):
                 error = TimeoutError(f"the handler ran longer than {job.handler.timeout:g} s")
                 log.warning("%r: %s; its thread is left behind", delivery, error)
                 self.conclude(job, delivery, error)
+        return not (self._plain.stuck or self._transactional.stuck)
 
     def stop(self) -> None:
         """Start nothing more; what runs goes on."""
@@ -251,6 +252,15 @@ def _park(handler: Handler, delivery: Delivery, error: BaseException) -> Park:
         log.exception("the retry policy of handler %r failed", handler.name)
         delay = _FALLBACK_DELAY
     return Park(delivery, "retrying", _storable(delay), 1, text, True)
+
+
+def is_exhausted(handler: Handler, attempts: int) -> bool:
+    """Whether *handler* gives up after *attempts*; not where its retry policy itself fails."""
+    try:
+        return exhausted(handler.retry, attempts)
+    except Exception:
+        log.exception("the retry policy of handler %r failed", handler.name)
+        return False
 
 
 def _storable(delay: float) -> float:

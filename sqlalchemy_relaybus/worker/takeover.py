@@ -12,81 +12,20 @@ from sqlalchemy import Connection, Engine
 
 from ..lanes import LANES
 from ..settings import Settings
-from ..stores.base import Delivery, Lease, Live, Store
+from ..stores.base import Live, Store
+from .hold import Hold
 
 log = logging.getLogger("sqlalchemy_relaybus.worker")
 
 #: Lanes taken at first; twice as many each time while there are more with work.
 FIRST_TAKE = 4
-#: Most deliveries of one lane in flight: a lane with a long queue does not take all the room.
-LANE_IN_FLIGHT = 64
 #: Most deliveries of a lane that are set aside at a time, and most that are taken back.
 SET_ASIDE = 1_000
 #: For how long a lane is left alone that others have handlers for, or that gave nothing, seconds.
 REST = 1.0
-
-
-class Hold:
-    """What a worker knows of a lane that it holds."""
-
-    __slots__ = (
-        "deadline",
-        "draining",
-        "fruitful",
-        "lease",
-        "lost",
-        "not_before",
-        "prefetched",
-        "ready",
-        "renew_at",
-        "started",
-        "taken_at",
-        "worked_at",
-    )
-
-    def __init__(self, lease: Lease, sent: float, lease_duration: float) -> None:
-        self.lease = lease
-        #: what may run, by id; an entry stays until its end is confirmed
-        self.started: dict[int, Delivery] = {}
-        #: what is claimed ahead, in claim order
-        self.prefetched: deque[Delivery] = deque()
-        #: there may be more to claim
-        self.ready = True
-        #: claim nothing more, hand it back once it is empty
-        self.draining = False
-        #: something was claimed from it
-        self.fruitful = False
-        self.lost = False
-        #: somebody has it locked: not to be asked again before (monotonic seconds)
-        self.not_before = 0.0
-        self.taken_at = self.worked_at = sent
-        self.renewed(lease, sent, lease_duration)
-
-    def renewed(self, lease: Lease, sent: float, lease_duration: float) -> None:
-        """The lease was written by a statement sent at *sent* (monotonic seconds).
-
-        The database set its end later than that, so this deadline is never too late.
-        """
-        self.lease = lease
-        self.deadline = sent + lease_duration
-        self.renew_at = sent + lease_duration / 3
-
-    def live(self, now: float) -> bool:
-        """Whether a delivery of this lane may start now."""
-        return not self.lost and now < self.deadline
-
-    def claimable(self, now: float) -> bool:
-        """Whether to claim from it."""
-        return (
-            self.ready
-            and not self.draining
-            and self.not_before <= now
-            and len(self.started) + len(self.prefetched) < LANE_IN_FLIGHT
-        )
-
-    @property
-    def empty(self) -> bool:
-        return not self.started and not self.prefetched
+#: How often what was set aside for this worker's handlers is looked for, seconds. Others may set
+#: it aside until they know that this worker is alive, so it is oftener at the start.
+RECLAIM = 30.0
 
 
 class Holds:
@@ -114,12 +53,13 @@ class Holds:
         self._growth = FIRST_TAKE
         self._live = Live(())
         self._elsewhere: frozenset[str] = frozenset()
+        #: the reply to a take or a hand-back was lost: there may be lanes that nobody serves
+        self._strays = False
+        self._began: float | None = None
+        self._reclaim_at = 0.0
 
     def __iter__(self) -> Iterator[Hold]:
         return iter(self._lanes.values())
-
-    def __len__(self) -> int:
-        return len(self._lanes)
 
     def get(self, lane: int) -> Hold | None:
         return self._lanes.get(lane)
@@ -148,9 +88,17 @@ class Holds:
         )
         self._live = live
         self._elsewhere = live.elsewhere
-        self.drop_strays(connection)  # one that was locked when it was handed back, too
+        if self._strays:
+            self.drop_strays(connection)
         self._share()
-        self._store.reclaim(connection, sorted(self._handlers), SET_ASIDE)
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now
+        if now >= self._reclaim_at:
+            # a full batch may have left more behind
+            count = self._store.reclaim(connection, sorted(self._handlers), SET_ASIDE)
+            young = now - self._began < RECLAIM
+            self._reclaim_at = now if young or count == SET_ASIDE else now + RECLAIM
 
     def _share(self) -> None:
         """Let go of lanes beyond an even share, those with the least in flight first."""
@@ -251,10 +199,12 @@ class Holds:
         start = (self._holder.int + len(self._lanes)) % len(wanted)
         wanted = (wanted[start:] + wanted[:start])[:limit]
         sent = time.monotonic()
+        strays, self._strays = self._strays, True  # until the reply is here
         with self._engine.connect() as connection:
             taken = self._store.take(
                 connection, self._holder, wanted, limit, self._settings.lease_duration
             )
+        self._strays = strays
         for lease, charged in taken:
             self._lanes[lease.lane] = Hold(lease, sent, self._settings.lease_duration)
             if lease.lane not in self._rotation:  # from when it was held before
@@ -297,32 +247,33 @@ class Holds:
 
     # -- handing back --------------------------------------------------------------------------
 
-    def hand_back(self, connection: Connection, *, everything: bool = False) -> None:
-        """Hand back lanes that are to be left or have run nothing for a while.
-
-        *everything*: also what is in flight; for the end.
-        """
+    def hand_back(self, connection: Connection, holds: Iterable[Hold] | None = None) -> None:
+        """Hand back *holds*; without them, what is to be left or has run nothing for a while."""
         now = time.monotonic()
-        linger = self._settings.lane_linger
-        leaving = [
-            hold
-            for hold in self._lanes.values()
-            if everything
-            or (
-                hold.empty
-                and (hold.draining or (not hold.ready and now - hold.worked_at >= linger))
-            )
-        ]
+        leaving = list(self._leaving(now) if holds is None else holds)
         if not leaving:
             return
         for hold in leaving:
             hold.lost = True  # whatever the answer: nothing of it starts any more
             del self._lanes[hold.lease.lane]
-            if hold.draining or not hold.fruitful:
+            if hold.draining or not hold.yielded:
                 self._resting[hold.lease.lane] = now + REST
         leases = [hold.lease for hold in leaving]
+        strays, self._strays = self._strays, True  # until the reply is here
         if len(self._store.relinquish(connection, self._holder, leases)) < len(leases):
             self.drop_strays(connection)
+        else:
+            self._strays = strays
+
+    def _leaving(self, now: float) -> Iterator[Hold]:
+        for lane, hold in self._lanes.items():
+            if not hold.empty:
+                continue
+            # one that begins with what nobody has a handler for is kept until that is set aside,
+            # rather than taken again and again
+            idle = not hold.ready and lane not in self._strange
+            if hold.draining or (idle and now - hold.worked_at >= self._settings.lane_linger):
+                yield hold
 
     def drop_strays(self, connection: Connection) -> None:
         """Hand back lanes that the store lists as this worker's and the worker does not know of.
@@ -336,5 +287,5 @@ class Holds:
             for lane, state in stored.items()
             if state.holder == self._holder and lane not in self._lanes
         ]
-        if strays:
-            self._store.relinquish(connection, self._holder, strays)
+        given = self._store.relinquish(connection, self._holder, strays) if strays else ()
+        self._strays = len(given) < len(strays)  # one may be locked

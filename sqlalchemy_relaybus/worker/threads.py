@@ -29,7 +29,8 @@ class ThreadExecutor:
     """At most *size* threads that take jobs from one queue.
 
     A thread whose handler runs past its time limit cannot be stopped. It is left behind and
-    replaced, as long as no more than *size* are left behind at a time.
+    replaced, until more than *size* are left behind at a time: from then on the executor is
+    :attr:`stuck`, and only another process helps.
     """
 
     def __init__(self, dispatcher: Dispatcher, name: str, size: int) -> None:
@@ -44,12 +45,22 @@ class ThreadExecutor:
         self._closed = False
         self._running: dict[int, _Running] = {}
 
+    @property
+    def stuck(self) -> bool:
+        """Whether too many threads are left behind to go on."""
+        return self._left_behind > self._size
+
     def submit(self, jobs: Sequence[Job]) -> None:
         with self._available:
             self._jobs.extend(jobs)
             self._available.notify(min(len(jobs), self._idle))
-            for _ in range(min(len(self._jobs) - self._idle, self._size - self._threads)):
-                self._start()
+            self._staff()
+
+    def _staff(self) -> None:
+        """Start threads for the jobs that no idle one takes. The caller has the lock."""
+        room = min(self._size, 2 * self._size - self._left_behind) - self._threads
+        for _ in range(min(len(self._jobs) - self._idle, room)):
+            self._start()
 
     def _start(self) -> None:
         self._threads += 1
@@ -104,15 +115,12 @@ class ThreadExecutor:
             for me, running in list(self._running.items()):
                 if running.deadline is None or running.deadline > now:
                     continue
-                if self._left_behind >= self._size:
-                    break
                 running.job.abandoned = True
                 del self._running[me]
                 self._left_behind += 1
                 self._threads -= 1
-                if self._jobs and not self._idle:
-                    self._start()
                 expired.append((running.job, running.delivery))
+            self._staff()
         return expired
 
     def drain(self) -> list[Job]:

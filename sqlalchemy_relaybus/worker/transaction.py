@@ -23,8 +23,6 @@ from ..tables import Tables
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-_SERIALIZATION_FAILURE = "40001"
-
 
 class TransactionEndedError(RelayBusError):
     """A transactional handler committed or rolled back the transaction it was given."""
@@ -177,7 +175,7 @@ class Transactions:
             completed = self._store.complete(connection, self._holder, delivery)
         except DBAPIError as error:
             # In REPEATABLE READ a takeover since the transaction began shows as this.
-            if getattr(error.orig, "sqlstate", None) == _SERIALIZATION_FAILURE:
+            if self._store.conflicted(error):
                 raise LostLeaseError(delivery.lane, delivery.id) from error
             raise
         if not completed:

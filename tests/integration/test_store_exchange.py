@@ -307,10 +307,11 @@ def test_a_lane_that_has_moved_is_not_written_until_its_address_is_read_again(
         )
     reply = holder.exchange()
     assert (reply.leases, reply.startable, reply.prefetched) == ({}, [], [])
+    assert reply.refused == {LANE}
     state = bench.store.read_lanes(holder.connection, [LANE])[LANE]
     assert state.holder == holder.id
-    assert state.lease == holder.leases[LANE]._replace(address=state.lease.address)
-    assert state.lease.address != holder.leases[LANE].address
+    assert state.lease == holder.leases[LANE]._replace(hint=state.lease.hint)
+    assert state.lease.hint != holder.leases[LANE].hint
     holder.leases[LANE] = state.lease
     assert len(holder.claim()) == 1
 

@@ -218,9 +218,9 @@ def test_an_old_snapshot_does_not_slow_the_pump_down(bench: Bench) -> None:
         """How often dead versions were walked over, and the pages that the row was on."""
         walks, pages = 0, set()
         for _ in range(times):
-            walks += not holder.leases[0].untidied
+            walks += not holder.place(0).untidied
             holder.exchange(started=running, claim=False)
-            pages.add(holder.leases[0].address.partition(",")[0])
+            pages.add(holder.place(0).address.partition(",")[0])
         return walks, pages
 
     with bench.connect("REPEATABLE READ") as old:
@@ -228,7 +228,7 @@ def test_an_old_snapshot_does_not_slow_the_pump_down(bench: Bench) -> None:
         walks, pages = exchange(500)
         assert len(pages) > 50
         assert walks < 40
-        while not holder.leases[0].untidied:
+        while not holder.place(0).untidied:
             exchange(1)
         statement, parameters = caught(
             holder.connection, lambda: holder.exchange(started=running, claim=False)

@@ -30,6 +30,7 @@ from sqlalchemy_relaybus.stores.base import (
 )
 from sqlalchemy_relaybus.stores.postgresql.lanes import take
 from sqlalchemy_relaybus.stores.postgresql.sql import array_literal
+from sqlalchemy_relaybus.stores.postgresql.store import Place
 from sqlalchemy_relaybus.tables import DEFAULT_PREFIX, tables_for
 
 T = TypeVar("T")
@@ -190,6 +191,12 @@ class Holder:
         for connection in (self.connection, self.taker):
             bench.store.prepare(connection, lock_timeout=LOCK_TIMEOUT, timeout=STATEMENT_TIMEOUT)
             connection.commit()
+
+    def place(self, lane: int) -> Place:
+        """Where it believes the lane's row to be."""
+        hint = self.leases[lane].hint
+        assert isinstance(hint, Place)
+        return hint
 
     def take(self, *lanes: int, limit: int = 256, lease: float = 60) -> dict[int, Taken]:
         """Take what is free of *lanes*."""

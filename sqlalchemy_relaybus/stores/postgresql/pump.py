@@ -230,6 +230,7 @@ def exchange(tables: Tables, careful: bool) -> Prepared:
                 ("created_at", "timestamptz"),
             )
         ),
+        select(func.array_agg(flight.c.lane)).scalar_subquery().label("tried"),
         select(func.array_agg(fenced.c.lane)).scalar_subquery().label("lanes"),
         select(func.array_agg(fenced.c.address)).scalar_subquery().label("addresses"),
         select(func.array_agg(removed.c.id)).scalar_subquery().label("removed"),
@@ -255,7 +256,7 @@ def exchange(tables: Tables, careful: bool) -> Prepared:
         event.c.headers,
         event.c.sequence,
         event.c.created_at,
-        *(null() for _ in range(4)),
+        *(null() for _ in range(5)),
     ).select_from(claimed.join(fenced, fenced.c.lane == claimed.c.lane).outerjoin(event, true()))
     return Prepared(union_all(head, body))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 from uuid import UUID
 
 from sqlalchemy import Connection, text
@@ -20,8 +20,20 @@ from .publish import publish
 from .sql import array_literal
 
 _UNDEFINED_TABLE = "42P01"
+_SERIALIZATION_FAILURE = "40001"
+#: A lock was waited for too long, or the statement was cancelled.
+_HELD_UP = frozenset({"55P03", "57014"})
 #: Exchanges until a lane's row is tidied again after that was of no use.
 _UNTIDIED = 100
+
+
+class Place(NamedTuple):
+    """Where a lane's row is: the hint of its :class:`~sqlalchemy_relaybus.stores.base.Lease`."""
+
+    #: the row's physical address, ``"(block,line)"``
+    address: str
+    #: for how many exchanges the row's dead versions are left alone
+    untidied: int = 0
 
 
 class PostgreSQLStore:
@@ -36,7 +48,7 @@ class PostgreSQLStore:
         try:
             publish(self.tables, connection, events)
         except DBAPIError as error:
-            if getattr(error.orig, "sqlstate", None) == _UNDEFINED_TABLE:
+            if _sqlstate(error) == _UNDEFINED_TABLE:
                 raise SchemaMissingError(self.tables.events.fullname) from error
             raise
 
@@ -59,6 +71,12 @@ class PostgreSQLStore:
                 text("SELECT set_config(:setting, :value, false)"),
                 {"setting": setting, "value": value},
             )
+
+    def held_up(self, error: DBAPIError) -> bool:
+        return _sqlstate(error) in _HELD_UP
+
+    def conflicted(self, error: DBAPIError) -> bool:
+        return _sqlstate(error) == _SERIALIZATION_FAILURE
 
     # -- wake-ups ------------------------------------------------------------------------------
 
@@ -109,7 +127,7 @@ class PostgreSQLStore:
                 {"limit": f"{max(1, round(lease_duration * 100))}ms"},
             )
             taken = [
-                Taken(Lease(lane, epoch, version, address), started)
+                Taken(Lease(lane, epoch, version, Place(address)), started)
                 for lane, epoch, version, address, started in lanes.take(self.tables)(
                     connection, parameters
                 )
@@ -135,13 +153,15 @@ class PostgreSQLStore:
         by_lane = {lease.lane: lease for lease in leases}
         parameters = {"lease_duration": lease_duration, **_fence(holder, leases)}
         return {
-            lane: by_lane[lane]._replace(version=version, address=address)
+            lane: by_lane[lane]._replace(version=version, hint=Place(address))
             for lane, version, address in lanes.renew(self.tables)(connection, parameters)
         }
 
     def read_lanes(self, connection: Connection, wanted: Sequence[int]) -> dict[int, LaneState]:
         return {
-            lane: LaneState(Lease(lane, epoch, version, address), holder, started, prefetched)
+            lane: LaneState(
+                Lease(lane, epoch, version, Place(address)), holder, started, prefetched
+            )
             for lane, epoch, version, address, holder, started, prefetched in lanes.read_lanes(
                 self.tables
             )(connection, {"lanes": array_literal(wanted)})
@@ -155,6 +175,7 @@ class PostgreSQLStore:
 
     def exchange(self, connection: Connection, holder: UUID, request: Exchange) -> Exchanged:
         asked = {lane.lease.lane: lane.lease for lane in request.lanes}
+        places = [cast(Place, lease.hint) for lease in asked.values()]
         kept = [*request.started, *request.prefetched]
         parameters = {
             "holder": holder,
@@ -162,10 +183,10 @@ class PostgreSQLStore:
             "epochs": array_literal(lease.epoch for lease in asked.values()),
             "versions": array_literal(lease.version for lease in asked.values()),
             # an address is "(block,line)", whose comma must be quoted
-            "addresses": array_literal(f'"{lease.address}"' for lease in asked.values()),
+            "addresses": array_literal(f'"{place.address}"' for place in places),
             "claim": array_literal(lane.claim for lane in request.lanes),
             "write": array_literal(lane.write for lane in request.lanes),
-            "tidy": array_literal(not lease.untidied for lease in asked.values()),
+            "tidy": array_literal(not place.untidied for place in places),
             "finished_lanes": array_literal(d.lane for d in request.finished),
             "finished_ids": array_literal(d.id for d in request.finished),
             "finished_claims": array_literal(d.claims for d in request.finished),
@@ -181,10 +202,11 @@ class PostgreSQLStore:
         reply = Exchanged()
         for row in pump.exchange(self.tables, request.careful)(connection, parameters):
             id, lane, starts, claims, attempts, handler, key, event_id, type, payload = row[:10]
-            headers, sequence, created_at, fenced, addresses, removed, seen = row[10:]
+            headers, sequence, created_at, tried, fenced, addresses, removed, seen = row[10:]
             if id is None:
                 for lane, address in zip(fenced or (), addresses or (), strict=True):
                     reply.leases[lane] = _renewed(asked[lane], address)
+                reply.refused = set(tried or ()) - reply.leases.keys()
                 reply.deleted = set(removed or ())
                 reply.locked = set(seen or ()) - reply.deleted
                 continue
@@ -274,10 +296,15 @@ def _renewed(lease: Lease, address: str) -> Lease:
     A row that moved to another page although that was tidied has dead versions that somebody's old
     snapshot still needs. Walking over them all to find that out again is then put off.
     """
-    moved = address.partition(",")[0] != lease.address.partition(",")[0]
-    useless = moved and not lease.untidied
-    untidied = _UNTIDIED if useless else max(0, lease.untidied - 1)
-    return lease._replace(version=lease.version + 1, address=address, untidied=untidied)
+    old = cast(Place, lease.hint)
+    moved = address.partition(",")[0] != old.address.partition(",")[0]
+    useless = moved and not old.untidied
+    place = Place(address, _UNTIDIED if useless else max(0, old.untidied - 1))
+    return lease._replace(version=lease.version + 1, hint=place)
+
+
+def _sqlstate(error: DBAPIError) -> str | None:
+    return getattr(error.orig, "sqlstate", None)
 
 
 def _fence(holder: UUID, leases: Sequence[Lease]) -> dict[str, Any]:
