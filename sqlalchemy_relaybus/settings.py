@@ -169,7 +169,7 @@ class Settings:
         unit="s",
     )
     max_poll_interval: float = _setting(
-        1.0,
+        1.5,
         "Where the waiting between looks, which grows while none finds work, ends. Not below "
         "poll_interval. With listen, work is usually noticed long before.",
         low=0.001,

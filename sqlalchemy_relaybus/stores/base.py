@@ -223,6 +223,9 @@ class Store(Protocol):
     def conflicted(self, error: DBAPIError) -> bool:
         """Whether *error* says that a transaction met what was committed after it began."""
 
+    def in_transaction(self, connection: Connection) -> bool:
+        """Whether the driver's connection is in a transaction, as far as the driver tells."""
+
     def enlist(
         self, connection: Connection, holder: UUID, owner: str, handlers: Sequence[str], ttl: float
     ) -> Live:

@@ -117,8 +117,12 @@ class Exchanges:
             write(delivery.hold)
         # what was claimed ahead may start before anything new does: that keeps the order of keys
         promoted: list[Delivery] = []
+        # one lease to renew takes along those that would follow soon
+        soon = now
+        if any(hold.renew_at <= now for hold in self._holds):
+            soon += settings.lease_duration / 6
         for hold in self._holds.in_turn():
-            if now >= hold.renew_at:
+            if hold.renew_at <= soon and hold.not_before <= now:
                 write(hold)
             if hold.prefetched and not stopping and (fit := flight.promote(hold)):
                 promoted += fit

@@ -21,6 +21,8 @@ log = logging.getLogger("sqlalchemy_relaybus.worker")
 FIRST_TAKE = 4
 #: Most deliveries of a lane that are set aside at a time, and most that are taken back.
 SET_ASIDE = 1_000
+#: How often at most it is told that deliveries were set aside, seconds.
+TELL_ASIDE = 60.0
 #: For how long a lane is left alone that others have handlers for, or that gave nothing, seconds.
 REST = 1.0
 #: How often what was set aside for this worker's handlers is looked for, seconds. Others may set
@@ -48,8 +50,13 @@ class Holds:
         self._lanes: dict[int, Hold] = {}
         self._rotation: deque[int] = deque()
         self._resting: dict[int, float] = {}
-        #: lanes that begin with a delivery of a handler that no worker has, and since when
-        self._strange: dict[int, float] = {}
+        #: handlers that no worker has, and since when that is known
+        self._unknown: dict[str, float] = {}
+        #: lanes that begin with a delivery of such a handler
+        self._strange: dict[int, str] = {}
+        #: how many deliveries were set aside, and when to tell (seldom: they may be many)
+        self._aside = 0
+        self._tell_aside_at = 0.0
         self._growth = FIRST_TAKE
         self._live = Live(())
         self._elsewhere: frozenset[str] = frozenset()
@@ -88,6 +95,8 @@ class Holds:
         )
         self._live = live
         self._elsewhere = live.elsewhere
+        for handler in self._elsewhere & self._unknown.keys():
+            del self._unknown[handler]
         if self._strays:
             self.drop_strays(connection)
         self._share()
@@ -133,11 +142,12 @@ class Holds:
         wanted: set[int] = set()
         due: set[int] = set()
         soonest: float | None = None
-        strange: dict[int, float] = {}
+        self._strange = {}
         for lane, handler, wait, free in found:
             hold = self._lanes.get(lane)
-            if handler is not None and not self._known(handler):
-                strange[lane] = self._strange.get(lane, now)
+            if handler is not None and handler not in self._handlers | self._elsewhere:
+                self._strange[lane] = handler
+                self._unknown.setdefault(handler, now)
             if wait > 0:
                 soonest = wait if soonest is None else min(soonest, wait)
             elif hold is not None:
@@ -161,12 +171,8 @@ class Holds:
             lanes = self._store.promote(connection, self._holder, leases, self._settings.batch)
             for lane in lanes:
                 self._lanes[lane].ready = True
-        self._strange = strange
         self._set_aside(connection, now)
         return soonest
-
-    def _known(self, handler: str) -> bool:
-        return handler in self._handlers or handler in self._elsewhere
 
     def _set_aside(self, connection: Connection, now: float) -> None:
         """Move what no worker has a handler for out of the way, once it has been so for a while.
@@ -176,16 +182,20 @@ class Holds:
         patience = self._settings.lease_duration
         leases = [
             self._lanes[lane].lease
-            for lane, since in self._strange.items()
-            if lane in self._lanes and now - since >= patience
+            for lane, handler in self._strange.items()
+            if lane in self._lanes and now - self._unknown[handler] >= patience
         ]
         if leases:
             known = sorted(self._handlers | self._elsewhere)
-            count = self._store.set_aside(connection, self._holder, leases, known, SET_ASIDE)
-            if count:
-                log.warning(
-                    "set %d deliveries aside whose handlers no worker has: they wait for one", count
-                )
+            self._aside += self._store.set_aside(connection, self._holder, leases, known, SET_ASIDE)
+        if self._aside and now >= self._tell_aside_at:
+            log.warning(
+                "set %d deliveries aside, which wait for a worker with their handler; none has %s",
+                self._aside,
+                ", ".join(sorted(self._unknown)),
+            )
+            self._aside = 0
+            self._tell_aside_at = now + TELL_ASIDE
 
     def _take(self, wanted: list[int], *, all: bool) -> None:
         limit = min(self._growth if all else FIRST_TAKE, self._most - len(self._lanes))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from uuid import UUID
 
 from sqlalchemy import Connection, Engine, event
@@ -35,35 +36,81 @@ class TransactionEndedError(RelayBusError):
         )
 
 
-class _KeepOpen:
-    """Refuses a handler's own commit before it happens, also where the handler hides the error."""
+#: A statement that ends a transaction, other than ``ROLLBACK TO`` a savepoint.
+_ENDING = re.compile(
+    r"(?:\s|;|--[^\n]*\n|/\*.*?\*/)*"
+    r"(?:commit|end|abort|prepare\s+transaction"
+    r"|rollback(?!\s+(?:(?:work|transaction)\s+)?to\b))\b",
+    re.IGNORECASE | re.DOTALL,
+)
 
-    def __init__(self, handler: str) -> None:
+
+class _KeepOpen:
+    """Refuses a handler's own commit before it happens, also where the handler hides the error.
+
+    However it is meant to end: by the session, by the connection below it, or by a statement.
+    """
+
+    def __init__(self, handler: str, store: Store) -> None:
         self._handler = handler
+        self._store = store
+        self._watching = False
         self._ended = False
+        self._used: Connection | None = None
 
     @contextmanager
-    def watch(self, target: Session | Connection, commit: str) -> Iterator[None]:
+    def watch(self, target: Session | Connection) -> Iterator[None]:
         """For the length of the block *target* cannot be committed; savepoints can."""
-
-        def refuse(ending: Session | Connection) -> None:
-            if not ending.in_nested_transaction():
-                self._ended = True
-                if isinstance(ending, Connection):
-                    # an error from here makes SQLAlchemy take it for ended and roll back no more
-                    ending.dialect.do_rollback(ending.connection)
-                raise TransactionEndedError(self._handler)
-
-        event.listen(target, commit, refuse)
+        self._watching = True
+        if isinstance(target, Connection):
+            self._guard(target)
+        else:
+            event.listen(target, "before_commit", self._before_commit)
+            event.listen(target, "after_begin", self._after_begin)
         try:
             yield
         finally:
-            event.remove(target, commit, refuse)
+            self._watching = False  # the listeners of a connection end with it
+            if isinstance(target, Session):
+                event.remove(target, "before_commit", self._before_commit)
+                event.remove(target, "after_begin", self._after_begin)
 
     def check(self, still_open: bool) -> None:
         """Raise if the transaction was ended, or was to be."""
         if self._ended or not still_open:
             raise TransactionEndedError(self._handler)
+        # ended behind the back of SQLAlchemy, by a statement in the middle of a text for example
+        if self._used is not None and not self._store.in_transaction(self._used):
+            raise TransactionEndedError(self._handler)
+
+    def _refuse(self) -> NoReturn:
+        self._ended = True
+        raise TransactionEndedError(self._handler)
+
+    def _before_commit(self, session: Session) -> None:
+        if not session.in_nested_transaction():
+            self._refuse()
+
+    def _after_begin(self, session: Session, transaction: object, connection: Connection) -> None:
+        self._guard(connection)
+
+    def _guard(self, connection: Connection) -> None:
+        event.listen(connection, "commit", self._commit)
+        event.listen(connection, "before_cursor_execute", self._before_cursor_execute)
+
+    def _commit(self, connection: Connection) -> None:
+        if self._watching:
+            # an error from here makes SQLAlchemy take it for ended and roll back no more
+            connection.dialect.do_rollback(connection.connection)
+            self._refuse()
+
+    def _before_cursor_execute(
+        self, connection: Connection, cursor: object, statement: str, *rest: object
+    ) -> None:
+        if self._watching:
+            self._used = connection
+            if _ENDING.match(statement):
+                self._refuse()
 
 
 class Transactions:
@@ -98,11 +145,11 @@ class Transactions:
 
     def run(self, handler: Handler, delivery: Delivery, context: Context) -> None:
         """Call *handler* and commit; raises what it raises, having rolled back."""
-        keep = _KeepOpen(handler.name)
+        keep = _KeepOpen(handler.name, self._store)
         if handler.injection.session_kind == "connection":
             with self._engine.connect() as connection, connection.begin() as begun:
                 _refuse_autocommit(handler, connection)
-                with keep.watch(connection, "commit"):
+                with keep.watch(connection):
                     check_result(handler, self._invoke(handler, delivery, context, connection))
                     keep.check(connection.get_transaction() is begun and begun.is_active)
                 self._complete(connection, delivery)
@@ -114,7 +161,7 @@ class Transactions:
             session = (handler.injection.session_class or Session)(self._engine)
         with session, session.begin() as transaction:
             self._refuse_autocommit_engine(handler, session)
-            with keep.watch(session, "before_commit"):
+            with keep.watch(session):
                 check_result(handler, self._invoke(handler, delivery, context, session))
                 keep.check(session.get_transaction() is transaction and transaction.is_active)
                 session.flush()
@@ -124,7 +171,7 @@ class Transactions:
         """:meth:`run` for a coroutine function, which takes an ``AsyncSession``."""
         if self._room is None:
             self._room = asyncio.Semaphore(self._size)
-        keep = _KeepOpen(handler.name)
+        keep = _KeepOpen(handler.name, self._store)
         factory = handler.session_factory or self._async_session_factory
         async with self._room:
             if factory is not None:
@@ -135,7 +182,7 @@ class Transactions:
             async with session, session.begin() as transaction:
                 inner = session.sync_session
                 self._used.add(self._refuse_autocommit_engine(handler, inner).engine)
-                with keep.watch(inner, "before_commit"):
+                with keep.watch(inner):
                     await self._invoke(handler, delivery, context, session)
                     begun = transaction.sync_transaction
                     keep.check(inner.get_transaction() is begun and begun.is_active)

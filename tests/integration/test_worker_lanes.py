@@ -20,13 +20,17 @@ from sqlalchemy import Engine, create_engine, func, select, text, update
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from sqlalchemy_relaybus import Context, Event, Fixed, NoRetry, RelayBus
+from sqlalchemy_relaybus import Context, Event, Fixed, NoRetry, RelayBus, SchemaMissingError
 from sqlalchemy_relaybus.lanes import lane_of, lane_of_event
 from sqlalchemy_relaybus.stores.postgresql.store import PostgreSQLStore
+from sqlalchemy_relaybus.worker import Worker
+from sqlalchemy_relaybus.worker.takeover import Holds
 from tests.support.databases import open_engine
 from tests.support.proxy import proxy_to
 from tests.support.workers import (
     LIMIT,
+    QUICK,
+    Running,
     Runs,
     dead,
     drained,
@@ -680,6 +684,76 @@ def _listening(engine: Engine) -> int:
     )
     with engine.connect() as connection:
         return connection.scalar(query) or 0
+
+
+def test_tables_that_are_gone_end_the_worker(bus: RelayBus, engine: Engine) -> None:
+    runs = Runs()
+
+    @bus.handler("step", name="h")
+    async def h(event: Event) -> None:
+        runs.add(event.payload)
+
+    running = Running(Worker(bus, engine, **QUICK))
+    publish(bus, engine, "step", 1)
+    runs.wait(1)
+    with engine.begin() as connection:
+        bus.tables.metadata.drop_all(connection)
+    eventually(lambda: not running.alive)
+    assert isinstance(running.error, SchemaMissingError)
+    assert "relaybus migrate upgrade" in str(running.error)
+
+
+def test_a_defect_of_the_worker_hands_back_what_runs_nothing(
+    bus: RelayBus, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others need not wait for its leases to run out, but never run beside what it has begun."""
+    runs, release = Runs(), threading.Event()
+
+    @bus.handler("step", name="h")
+    def h(event: Event) -> None:
+        runs.add(event.payload)
+        if event.payload == "stuck":
+            release.wait(30)
+
+    running = Running(Worker(bus, engine, **{**QUICK, "lane_linger": 60}))
+    publish(bus, engine, "step", "stuck", *range(20))
+    runs.wait(21)
+    eventually(lambda: ready(bus, engine) == 1)
+    assert len(held_lanes(bus, engine, running.holder)) > 1
+
+    def defect(*arguments: object, **options: object) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(Holds, "look", defect)
+    try:
+        eventually(lambda: not running.alive)
+        assert isinstance(running.error, ZeroDivisionError)
+        assert len(held_lanes(bus, engine)) == 1
+    finally:
+        release.set()
+
+
+def test_a_lane_that_could_only_be_claimed_from_and_is_lost_is_noticed_at_once(
+    bus: RelayBus, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not at its next renewal, which is far away."""
+    runs = Runs()
+
+    @bus.handler("step", name="h")
+    async def h(event: Event) -> None:
+        runs.add(event.payload)
+
+    with working(bus, engine, lease_duration=600.0, lane_linger=60) as worker:
+        publish(bus, engine, "step", 1, key="k")
+        runs.wait(1)
+        drained(bus, engine)
+        lanes = held_lanes(bus, engine, worker.holder)
+        assert lane_of("k") in lanes
+        steal(bus, engine, {lane_of("k")}, seconds=-1)
+        publish(bus, engine, "step", 2, key="k")
+        runs.wait(2)
+        drained(bus, engine)
+        assert f"lost the lease on lane {lane_of('k')} " in caplog.text
 
 
 def test_a_broken_database_is_not_hammered(

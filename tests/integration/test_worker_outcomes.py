@@ -10,7 +10,17 @@ import time
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, Engine, create_engine, delete, select, text, update
+from sqlalchemy import (
+    JSON,
+    Connection,
+    Engine,
+    cast,
+    create_engine,
+    delete,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.orm import Session, sessionmaker
 
 from sqlalchemy_relaybus import (
@@ -31,6 +41,7 @@ from tests.support.workers import (
     dead,
     drained,
     eventually,
+    held_lanes,
     publish,
     ready,
     waiting,
@@ -51,6 +62,16 @@ def effects(engine: Engine) -> Engine:
     with engine.begin() as connection:
         connection.execute(text("CREATE TABLE effects (n int, what text)"))
     return engine
+
+
+def payloads(bus: RelayBus, engine: Engine, status: str) -> list[Any]:
+    """The payloads of the parked deliveries with *status*."""
+    parked, events = bus.tables.parked, bus.tables.events
+    query = select(cast(events.c.payload, JSON).label("payload")).where(
+        parked.c.event_id == events.c.id, parked.c.status == status
+    )
+    with engine.connect() as connection:
+        return list(connection.execute(query))
 
 
 def written(engine: Engine) -> list[tuple[Any, ...]]:
@@ -320,6 +341,41 @@ def test_outcomes_that_make_no_sense(bus: RelayBus, engine: Engine) -> None:
     assert attempts == 2
 
 
+def test_a_policy_that_cannot_tell_its_budget(bus: RelayBus, engine: Engine) -> None:
+    """The failure is recorded all the same, and so is what comes after it."""
+    broken = False
+    runs = Runs()
+
+    class Policy:
+        @property
+        def max_attempts(self) -> int:
+            if broken:
+                raise ZeroDivisionError("a policy of the application's own")
+            return 5
+
+        def delay(self, attempt: int, jitter: float) -> float:
+            return 0
+
+    @bus.handler("step", name="h", retry=Policy())
+    def h(event: Event, context: Context) -> None:
+        nonlocal broken
+        broken = True
+        runs.add(context.attempt)
+        if context.attempt == 1:
+            raise RuntimeError("fails")
+
+    publish(bus, engine, "step", 1)
+    with working(bus, engine) as worker:
+        eventually(lambda: waiting(bus, engine) == 1)
+        parked = bus.tables.parked
+        with engine.begin() as connection:
+            connection.execute(update(parked).values(available_at=text("clock_timestamp()")))
+        drained(bus, engine)
+        assert worker.alive
+    assert runs.rows == [(1,), (2,)]
+    assert not dead(bus, engine)
+
+
 # -- time limits -----------------------------------------------------------------------------------
 
 
@@ -407,6 +463,32 @@ def test_a_transactional_handler_past_its_time_limit(
     assert not dead(bus, effects)
 
 
+def test_more_stuck_handlers_than_threads_can_be_replaced_end_the_worker(
+    bus: RelayBus, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each of them has counted an attempt, and other workers can go on with their lanes."""
+    runs, release = Runs(), threading.Event()
+
+    @bus.handler("step", name="h", retry=NoRetry(), timeout=0.2)
+    def h(event: Event) -> None:
+        runs.add(event.payload)
+        release.wait(30)
+
+    publish(bus, engine, "step", 1, 2, 3)
+    with working(bus, engine, threads=1) as worker:
+        eventually(lambda: not worker.alive)
+        assert worker.result is False
+    try:
+        # the first is replaced, with the second there are two for one thread's place
+        assert sorted(runs.rows) == sorted((row.payload,) for row in payloads(bus, engine, "dead"))
+        assert len(runs) == 2
+        assert ready(bus, engine) == 1
+        assert not held_lanes(bus, engine)
+        assert caplog.text.count("this worker stops, for a new process to go on") == 1
+    finally:
+        release.set()
+
+
 def _idle_in_transaction(engine: Engine) -> int:
     query = text(
         "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
@@ -428,6 +510,12 @@ def _idle_in_transaction(engine: Engine) -> int:
         "rollback",
         "close",
         "below",
+        "text: COMMIT",
+        "text: -- that is it\n /* all */ ; rollback",
+        "text: COMMIT AND CHAIN",
+        "text: SELECT 1; COMMIT",
+        "hidden text: END",
+        "connection text: COMMIT",
         "connection commit",
         "connection rollback",
         "hidden connection commit",
@@ -445,9 +533,14 @@ def test_a_handler_that_ends_its_own_transaction(bus: RelayBus, effects: Engine,
             return
         if how == "below":
             given.connection().commit()
+        elif "text: " in how and not how.startswith("hidden"):
+            given.execute(text(how.partition("text: ")[2]))
         elif how.startswith("hidden"):
             try:
-                given.commit()
+                if "text" in how:
+                    given.execute(text(how.partition("text: ")[2]))
+                else:
+                    given.commit()
             except RelayBusError as error:
                 runs.add(type(error).__name__)
         else:
@@ -468,7 +561,7 @@ def test_a_handler_that_ends_its_own_transaction(bus: RelayBus, effects: Engine,
     publish(bus, effects, "step", "bad")
     with working(bus, effects):
         (letter,) = eventually(lambda: dead(bus, effects))
-        if how == "below":  # seen afterwards only
+        if how == "text: SELECT 1; COMMIT":  # seen afterwards only
             with effects.begin() as connection:
                 connection.execute(text("DELETE FROM effects"))
         assert written(effects) == []

@@ -23,7 +23,7 @@ DEFAULTS = {
     "prefetch": 200,
     "pool_size": 16,
     "poll_interval": 0.05,
-    "max_poll_interval": 1.0,
+    "max_poll_interval": 1.5,
     "lease_duration": 30.0,
     "completion_window": 0.002,
     "grace": 30.0,
@@ -141,7 +141,7 @@ def test_a_variable_that_cannot_be_read(variable: str, text: str) -> None:
 
 def test_polling_cannot_back_off_to_less() -> None:
     assert Settings(poll_interval=2, max_poll_interval=2).poll_interval == 2.0
-    with pytest.raises(ConfigurationError, match="max_poll_interval is 1.0 s, below poll_interval"):
+    with pytest.raises(ConfigurationError, match="max_poll_interval is 1.5 s, below poll_interval"):
         Settings(poll_interval=2)
 
 

@@ -23,6 +23,8 @@ _UNDEFINED_TABLE = "42P01"
 _SERIALIZATION_FAILURE = "40001"
 #: A lock was waited for too long, or the statement was cancelled.
 _HELD_UP = frozenset({"55P03", "57014"})
+#: What libpq says of a connection that is in no transaction.
+_IDLE = 0
 #: Exchanges until a lane's row is tidied again after that was of no use.
 _UNTIDIED = 100
 
@@ -77,6 +79,13 @@ class PostgreSQLStore:
 
     def conflicted(self, error: DBAPIError) -> bool:
         return _sqlstate(error) == _SERIALIZATION_FAILURE
+
+    def in_transaction(self, connection: Connection) -> bool:
+        driver: Any = connection.connection.driver_connection
+        if hasattr(driver, "is_in_transaction"):  # asyncpg
+            return bool(driver.is_in_transaction())
+        status = getattr(getattr(driver, "info", None), "transaction_status", None)  # psycopg
+        return status is None or int(status) != _IDLE
 
     # -- wake-ups ------------------------------------------------------------------------------
 
