@@ -34,6 +34,11 @@ class Handler:
     session_factory: SessionFactory | None
     injection: Injection
 
+    @property
+    def transactional(self) -> bool:
+        """Whether its delivery is completed in the transaction that it is given."""
+        return self.mode == "transactional"
+
 
 def _is_policy(retry: object) -> bool:
     """Whether *retry* is one, and no class of which one was to be made."""

@@ -14,7 +14,7 @@ from typing import Annotated
 from fastapi import Depends, FastAPI, HTTPException
 from pydantic import BaseModel, Field
 from sqlalchemy import create_engine
-from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 
 from examples.fastapi_shop.bus import ORDER_PLACED, SessionLocal, bus
 from examples.fastapi_shop.models import Order, Stock
@@ -30,21 +30,17 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         if os.environ.get("SHOP_WORKER") == "separate":
             yield
         else:
-            async with embedded_worker(url):
+            async with embedded_worker(engine):
                 yield
     finally:
         await engine.dispose()
 
 
 @asynccontextmanager
-async def embedded_worker(url: str) -> AsyncIterator[None]:
-    """A worker in a thread for the length of the block.
-
-    Its coroutines run in an event loop of its own, so it gets engines of its own: connections of
-    the application's async engine belong to the application's loop.
-    """
-    engine = create_engine(url)
-    worker = Worker(bus, engine, async_engine=create_async_engine(url))
+async def embedded_worker(async_engine: AsyncEngine) -> AsyncIterator[None]:
+    """A worker in a thread for the length of the block."""
+    engine = create_engine(async_engine.url)
+    worker = Worker(bus, engine, async_engine=async_engine)
     running = asyncio.create_task(asyncio.to_thread(worker.run))
     try:
         yield

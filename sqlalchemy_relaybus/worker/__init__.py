@@ -38,8 +38,11 @@ class Worker:
     *engine* is a synchronous engine on the bus's database. Its pool serves the transactional
     handlers, one connection for each that runs; the worker itself opens up to three more, in a
     pool of its own that is made as the engine's was. *async_engine*, on the same database, serves
-    transactional coroutines that have no session factory. *settings* are those of
-    :class:`~sqlalchemy_relaybus.settings.Settings`, by name.
+    transactional coroutines that have no session factory; it may be the application's, since the
+    worker takes its own connections as that one would. (Coroutines run in an event loop of the
+    worker's. A *session factory* of the application's makes sessions on connections that belong to
+    the loop of whoever uses them first: give an embedded worker one of its own.) *settings* are
+    those of :class:`~sqlalchemy_relaybus.settings.Settings`, by name.
     """
 
     def __init__(
@@ -69,6 +72,8 @@ class Worker:
         # Connections of its own: handlers that use up the pool must not cost the worker its lanes,
         # and what the pump sets on its connections must not meet the application's statements.
         self._own = Engine(_pool_like(engine.pool), engine.dialect, engine.url)
+        if async_engine is not None:
+            async_engine = _engine_like(async_engine)
         #: reentrant, as a signal handler needs it
         self._stops: SimpleQueue[float | None] = SimpleQueue()
         transactions = Transactions(
@@ -145,6 +150,13 @@ def _refuse_missing_engine(bus: RelayBus) -> None:
             f"handler {name!r} takes an AsyncSession: give Worker(async_engine=...), or the "
             "handler or the bus session_factory=async_sessionmaker(...)"
         )
+
+
+def _engine_like(engine: AsyncEngine) -> AsyncEngine:
+    """An engine that connects as *engine* does, for another event loop."""
+    sync = engine.sync_engine
+    own = Engine(sync.pool.recreate(), sync.dialect, sync.url)
+    return type(engine)(own.execution_options(**sync.get_execution_options()))
 
 
 def _pool_like(pool: Pool) -> Pool:

@@ -22,6 +22,7 @@ from ..retry import MAX_DELAY, exhausted
 from ..router import Handler
 from ..settings import Settings
 from ..stores.base import Delivery, Park
+from .load import Executor, executor_of
 from .loop import LoopExecutor
 from .threads import ThreadExecutor
 from .transaction import Transactions, check_result
@@ -79,6 +80,11 @@ class Dispatcher:
         self._loop = LoopExecutor(self, settings.concurrency)
         self._plain = ThreadExecutor(self, "handler", settings.threads)
         self._transactional = ThreadExecutor(self, "transaction", settings.pool_size)
+        self._executors: tuple[tuple[frozenset[Executor], LoopExecutor | ThreadExecutor], ...] = (
+            (frozenset({"loop", "loop transactions"}), self._loop),
+            (frozenset({"threads"}), self._plain),
+            (frozenset({"transactions"}), self._transactional),
+        )
 
     # -- from the pump -------------------------------------------------------------------------
 
@@ -104,15 +110,10 @@ class Dispatcher:
                 jobs.append(job)
         if refused:
             self._report([Outcome(delivery, "refused") for delivery in refused])
-        for executor in (self._loop, self._plain, self._transactional):
-            mine = [job for job in jobs if self._executor(job.handler) is executor]
+        for names, executor in self._executors:
+            mine = [job for job in jobs if executor_of(job.handler) in names]
             if mine:
                 executor.submit(mine)
-
-    def _executor(self, handler: Handler) -> LoopExecutor | ThreadExecutor:
-        if handler.injection.is_async:
-            return self._loop
-        return self._transactional if handler.mode == "transactional" else self._plain
 
     def unblock(self, pairs: Iterable[Pair]) -> None:
         """The failures of *pairs* are recorded: their followers may be submitted again."""
@@ -131,7 +132,7 @@ class Dispatcher:
     def stop(self) -> None:
         """Start nothing more; what runs goes on."""
         self._stopping = True
-        for executor in (self._loop, self._plain, self._transactional):
+        for _, executor in self._executors:
             for job in executor.drain():
                 self._end_job(job, [])
 
@@ -176,7 +177,7 @@ class Dispatcher:
     def call(self, job: Job, delivery: Delivery, context: Context) -> Awaitable[Any]:
         """Call a coroutine function; what it returned is to be awaited."""
         handler = job.handler
-        if handler.mode == "transactional":
+        if handler.transactional:
             return self._transactions.run_async(handler, delivery, context)
         assert delivery.event is not None
         called: Awaitable[Any] = handler.injection.invoke(
@@ -192,7 +193,7 @@ class Dispatcher:
         """Call a plain function; raises what it raises."""
         assert delivery.event is not None
         handler, context = job.handler, self.context(job, delivery)
-        if handler.mode == "transactional":
+        if handler.transactional:
             self._transactions.run(handler, delivery, context)
         else:
             check_result(
@@ -202,10 +203,10 @@ class Dispatcher:
     def conclude(self, job: Job, delivery: Delivery, error: BaseException | None) -> bool:
         """Report how *delivery* ended; whether the job may go on with the next one."""
         if error is None:
-            end: Kind = "gone" if job.handler.mode == "transactional" else "done"
+            end: Kind = "gone" if job.handler.transactional else "done"
             self._report((Outcome(delivery, end),))
             return True
-        if isinstance(error, LostLeaseError) and job.handler.mode == "transactional":
+        if isinstance(error, LostLeaseError) and job.handler.transactional:
             log.warning("%s", error)
             self._end_job(job, [Outcome(delivery, "lost")])
         else:

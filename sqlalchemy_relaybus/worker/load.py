@@ -27,7 +27,7 @@ class Load:
         self.deliveries = 0
         self.slots = 0
         self._concurrency = settings.concurrency
-        self._executors = {name: _executor(handler) for name, handler in handlers.items()}
+        self._executors = {name: executor_of(handler) for name, handler in handlers.items()}
         self._most: dict[Executor, int] = {
             "loop": settings.concurrency,
             "threads": settings.threads,
@@ -77,7 +77,8 @@ class Load:
         self._used[self._executors[delivery.handler]] -= 1
 
 
-def _executor(handler: Handler) -> Executor:
+def executor_of(handler: Handler) -> Executor:
+    """What *handler* runs in."""
     if handler.injection.is_async:
-        return "loop transactions" if handler.mode == "transactional" else "loop"
-    return "transactions" if handler.mode == "transactional" else "threads"
+        return "loop transactions" if handler.transactional else "loop"
+    return "transactions" if handler.transactional else "threads"

@@ -153,3 +153,32 @@ def test_a_transactional_handler_takes_a_session(bus: RelayBus) -> None:
 
         @bus.handler("step", name="h", mode="transactional")
         def h(event: Event) -> None: ...
+
+
+def test_the_applications_own_async_engine_serves_both(
+    bus: RelayBus, engine: Engine, database_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its connections belong to the application's event loop, and the worker's to its own."""
+    shared = create_async_engine(database_url, pool_size=1, max_overflow=0)
+
+    @bus.handler("step", name="h", mode="transactional")
+    async def h(event: Event, session: AsyncSession) -> None:
+        session.add(Line(text=event.payload))
+        await session.flush()
+        await asyncio.sleep(0.001)
+
+    async def publish_one(n: int) -> None:
+        async with AsyncSession(shared) as session, session.begin():
+            bus.publish(session, "step", f"{n:03}")
+            await session.flush()
+            await asyncio.sleep(0.001)
+
+    async def publish_all() -> None:
+        await asyncio.gather(*map(publish_one, range(100)))
+        await shared.dispose()
+
+    with working(bus, engine, async_engine=shared):
+        asyncio.run(publish_all())
+        drained(bus, engine)
+    assert sorted(lines(engine)) == [f"{n:03}" for n in range(100)]
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]

@@ -43,6 +43,7 @@ from .sql import (
     rows,
     rows_at,
     seconds,
+    unlocked,
 )
 
 
@@ -207,13 +208,8 @@ def charge(tables: Tables) -> Prepared:
         .limit(literal_column("1"))
         .lateral("found")
     )
-    free = (
-        select(address(deliveries))
-        .where(rows_at(deliveries, select(found.c.address).select_from(lost.join(found, true()))))
-        .with_for_update(of=deliveries, skip_locked=True)
-        .cte("free")
-        .prefix_with("MATERIALIZED")
-    )
+    suspects = select(found.c.address).select_from(lost.join(found, true()))
+    free = unlocked(deliveries, suspects)
     return Prepared(
         update(deliveries)
         .where(rows_at(deliveries, select(free.c.address)))

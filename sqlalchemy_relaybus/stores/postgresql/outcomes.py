@@ -38,7 +38,7 @@ from sqlalchemy.sql.elements import ColumnElement
 from sqlalchemy.sql.selectable import CTE, FromClause
 
 from ...tables import Tables
-from .sql import CLOCK, NOW, Prepared, address, array, rows, rows_at, seconds
+from .sql import CLOCK, NOW, Prepared, address, array, rows, rows_at, run_of, seconds, unlocked
 
 
 def _held(tables: Tables, asked: FromClause) -> CTE:
@@ -113,29 +113,14 @@ def park(tables: Tables) -> Prepared:
         )
     ).cte("asked")
     held = _held(tables, asked)
-    row = (
-        select(address(deliveries))
-        .where(
-            deliveries.c.lane == asked.c.lane,
-            deliveries.c.id == asked.c.id,
-            deliveries.c.claims == asked.c.claims,
-        )
-        .limit(literal_column("1"))
-        .lateral("row")
-    )
+    row = run_of(deliveries, asked)
     ours = (
         select(asked.c.id, row.c.address)
         .select_from(asked.join(held, held.c.lane == asked.c.lane).join(row, true()))
         .cte("ours")
         .prefix_with("MATERIALIZED")
     )
-    free = (
-        select(address(deliveries))
-        .where(rows_at(deliveries, select(ours.c.address)))
-        .with_for_update(of=deliveries, skip_locked=True)
-        .cte("free")
-        .prefix_with("MATERIALIZED")
-    )
+    free = unlocked(deliveries, select(ours.c.address))
     gone = (
         delete(deliveries)
         .where(rows_at(deliveries, select(free.c.address)))

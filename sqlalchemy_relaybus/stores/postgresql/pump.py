@@ -34,7 +34,7 @@ from sqlalchemy import (
 from sqlalchemy.sql.elements import ColumnElement
 
 from ...tables import Tables
-from .sql import NO_IDS, Prepared, Tid, address, lease_end, rows, rows_at
+from .sql import NO_IDS, Prepared, Tid, address, lease_end, rows, rows_at, run_of, unlocked
 
 
 @lru_cache
@@ -152,7 +152,7 @@ def exchange(tables: Tables, careful: bool) -> Prepared:
     )
     renewal = update(lanes).where(fence)
     if careful:
-        unlocked = (
+        writable = (
             select(lanes.c.lane)
             .where(fence)
             .order_by(lanes.c.lane)
@@ -160,7 +160,7 @@ def exchange(tables: Tables, careful: bool) -> Prepared:
             .cte("unlocked")
             .prefix_with("MATERIALIZED")
         )
-        renewal = renewal.where(lanes.c.lane.in_(select(unlocked.c.lane)))
+        renewal = renewal.where(lanes.c.lane.in_(select(writable.c.lane)))
     fenced = (
         renewal.values(
             version=lanes.c.version + 1,
@@ -175,16 +175,7 @@ def exchange(tables: Tables, careful: bool) -> Prepared:
     # -- complete: only under a fenced lane, and only the very claim that ran: once a failure was
     # recorded or a takeover charged it, the counter differs. What is reported is what was really
     # deleted; no row is a lost lease, not a success.
-    row = (
-        select(address(deliveries))
-        .where(
-            deliveries.c.lane == finished.c.lane,
-            deliveries.c.id == finished.c.id,
-            deliveries.c.claims == finished.c.claims,
-        )
-        .limit(literal_column("1"))
-        .lateral("row")
-    )
+    row = run_of(deliveries, finished)
     ours = (
         select(finished.c.id, row.c.address)
         .select_from(finished.join(fenced, fenced.c.lane == finished.c.lane).join(row, true()))
@@ -194,13 +185,7 @@ def exchange(tables: Tables, careful: bool) -> Prepared:
     seen: ColumnElement[Any] = null().cast(ARRAY(BigInteger))
     free = ours
     if careful:
-        free = (
-            select(address(deliveries))
-            .where(rows_at(deliveries, select(ours.c.address)))
-            .with_for_update(of=deliveries, skip_locked=True)
-            .cte("free")
-            .prefix_with("MATERIALIZED")
-        )
+        free = unlocked(deliveries, select(ours.c.address))
         seen = select(func.array_agg(ours.c.id)).scalar_subquery()
     removed = (
         delete(deliveries)

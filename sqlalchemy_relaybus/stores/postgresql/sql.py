@@ -21,10 +21,11 @@ from sqlalchemy import (
     func,
     literal,
     literal_column,
+    select,
 )
 from sqlalchemy.sql import ClauseElement
 from sqlalchemy.sql.elements import ColumnElement
-from sqlalchemy.sql.selectable import FromClause, TableValuedAlias
+from sqlalchemy.sql.selectable import CTE, FromClause, LateralFromClause, TableValuedAlias
 from sqlalchemy.types import TypeEngine, UserDefinedType
 
 #: What conditions compare with: stable, so an index can be used.
@@ -142,3 +143,31 @@ def rows_at(table: FromClause, addresses: Select[Any]) -> ColumnElement[bool]:
     found: ColumnElement[Any] = func.array(addresses.scalar_subquery())
     here: ColumnElement[bool] = address(table).element == func.any(found)
     return here
+
+
+def run_of(deliveries: FromClause, named: FromClause) -> LateralFromClause:
+    """The row of the very run that *named* (lane, id, claims) names, looked up by the key.
+
+    ``claims`` differs once a failure of that run was recorded or a takeover has charged it.
+    """
+    return (
+        select(address(deliveries))
+        .where(
+            deliveries.c.lane == named.c.lane,
+            deliveries.c.id == named.c.id,
+            deliveries.c.claims == named.c.claims,
+        )
+        .limit(literal_column("1"))
+        .lateral("row")
+    )
+
+
+def unlocked(table: FromClause, addresses: Select[Any]) -> CTE:
+    """The rows at *addresses* that nobody else has locked, locked for this statement."""
+    return (
+        select(address(table))
+        .where(rows_at(table, addresses))
+        .with_for_update(of=table, skip_locked=True)
+        .cte("free")
+        .prefix_with("MATERIALIZED")
+    )
