@@ -8,6 +8,10 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Engine
+from sqlalchemy.orm import Session
 
 from tests.support.processes import Process
 
@@ -44,6 +48,20 @@ def test_the_handlers_can_be_registered() -> None:
     namespace: dict[str, object] = {"__name__": "readme"}
     exec(compile(blocks("python")[1], "README.md", "exec"), namespace)
     assert set(namespace["bus"].handlers) == {"stock.reserve", "shop.ship"}  # type: ignore[attr-defined]
+
+
+def test_the_tests_of_an_application_pass(engine: Engine) -> None:
+    namespace: dict[str, Any] = {"__name__": "readme"}
+    for block in blocks("python")[1:3]:
+        exec(compile(block, "README.md", "exec"), namespace)
+    namespace["place_order"] = lambda session, item: namespace["bus"].publish(
+        session, "order.placed", {"item": item}
+    )
+    namespace["test_shipping_gives_up_without_an_address"]()
+    with engine.connect() as connection, connection.begin() as outer:
+        with Session(connection, join_transaction_mode="create_savepoint") as session:
+            namespace["test_an_order_is_announced"](session)
+        outer.rollback()
 
 
 def test_the_test_command_is_the_one_that_the_build_runs() -> None:
