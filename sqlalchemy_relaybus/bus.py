@@ -13,16 +13,10 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from . import codec
 from .event import Event
-from .exc import (
-    ConfigurationError,
-    InvalidEventError,
-    UnroutedEventError,
-    as_seconds,
-)
+from .exc import ConfigurationError, InvalidEventError, UnroutedEventError, shown
 from .notify import Waker
 from .record import C, Changes, record
-from .retry import MAX_DELAY
-from .router import Router, SessionFactory
+from .router import Router, SessionFactory, check_session_factory
 from .session import SessionHook, publish_on_connection, session_of
 from .stores.base import NewEvent
 from .tables import DEFAULT_PREFIX, Tables, tables_for
@@ -68,7 +62,12 @@ class RelayBus(Router):
     ) -> None:
         super().__init__()
         if unrouted not in ("error", "store"):
-            raise ConfigurationError(f"unrouted must be 'error' or 'store', not {unrouted!r}")
+            raise ConfigurationError(f"unrouted must be 'error' or 'store', not {shown(unrouted)}")
+        for name, value in (("schema", schema), ("prefix", prefix)):
+            if not (isinstance(value, str) or (value is None and name == "schema")):
+                raise ConfigurationError(f"{name} must be a str, not {shown(value)}")
+        if session_factory is not None:
+            check_session_factory("the bus", session_factory)
         self._tables = tables_for(schema, prefix)
         self._unrouted = unrouted
         self._session_factory = session_factory
@@ -134,8 +133,8 @@ class RelayBus(Router):
             if _is_async_connection(target):
                 hint = "; for an AsyncConnection: await bus.publish_async(connection, ...)"
             raise TypeError(
-                f"cannot publish on {target!r}: give a Session, an AsyncSession, a scoped session "
-                f"of either, or a Connection{hint}"
+                f"cannot publish on {shown(target)}: give a Session, an AsyncSession, a scoped "
+                f"session of either, or a Connection{hint}"
             )
         new = self._new(type, payload, key, id, headers, delay, available_at)
         if session is not None:
@@ -159,8 +158,8 @@ class RelayBus(Router):
         """:meth:`publish` for a Core ``AsyncConnection``, which is written to at once."""
         if not _is_async_connection(connection):
             raise TypeError(
-                f"publish_async() is for an AsyncConnection, not {connection!r}; publish() takes "
-                "everything else, an AsyncSession included"
+                f"publish_async() is for an AsyncConnection, not {shown(connection)}; publish() "
+                "takes everything else, an AsyncSession included"
             )
         new = self._new(type, payload, key, id, headers, delay, available_at)
         await connection.run_sync(lambda sync: publish_on_connection(self._tables, sync, [new]))
@@ -231,27 +230,21 @@ class RelayBus(Router):
             event_id, original = codec.new_event_id(), None
         else:
             event_id, original = codec.event_id(id)
-        if original is not None:
-            headers = {**(headers or {}), codec.ORIGINAL_ID_HEADER: original}
-        wait = None
+        wait = moment = None
         if delay is not None:
-            try:
-                wait = as_seconds(delay)
-            except (TypeError, ValueError) as error:
-                raise InvalidEventError("delay", str(error)) from None
-            if wait > MAX_DELAY:
-                raise InvalidEventError("delay", "at most 100 years can be stored")
+            if available_at is not None:
+                raise InvalidEventError("delay", "give either a delay or available_at, not both")
+            wait = codec.check_delay(delay)
         if available_at is not None:
-            if delay is not None:
-                raise InvalidEventError("delay", "give either a delay or available_at")
-            if not isinstance(available_at, datetime) or available_at.utcoffset() is None:
-                raise InvalidEventError(
-                    "available_at", f"it must be a datetime with a time zone, not {available_at!r}"
-                )
+            moment = codec.check_moment(available_at)
         event = Event(
-            event_id, type, codec.encode_payload(payload), key, codec.encode_headers(headers)
+            event_id,
+            type,
+            codec.encode_payload(payload),
+            key,
+            codec.encode_headers(headers, original),
         )
-        return NewEvent(event, handlers, wait, id is not None, available_at)
+        return NewEvent(event, handlers, wait, id is not None, moment)
 
 
 def _is_async_connection(target: object) -> bool:

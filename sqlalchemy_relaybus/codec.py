@@ -14,13 +14,20 @@ import re
 import threading
 import time
 from collections.abc import Mapping
-from datetime import date, datetime
+from datetime import UTC, date, datetime, timedelta
 from datetime import time as clock_time
 from enum import Enum
 from typing import Any, Final
 from uuid import UUID, uuid5
 
-from sqlalchemy_relaybus.exc import ConfigurationError, InvalidEventError, PayloadError
+from sqlalchemy_relaybus.exc import (
+    MAX_DELAY,
+    ConfigurationError,
+    InvalidEventError,
+    PayloadError,
+    as_seconds,
+    shown,
+)
 
 #: How deep lists and dicts may nest. ``[]`` is one deep.
 MAX_DEPTH: Final = 200
@@ -179,7 +186,7 @@ def _explain(value: Any, path: str, above: list[int]) -> None:
                 if type(key) is not str:
                     raise PayloadError(
                         path,
-                        f"the key {_cut(repr(key))} is {_a(type(key))}, and JSON has str keys "
+                        f"the key {_cut(shown(key))} is {_a(type(key))}, and JSON has str keys "
                         f"only; convert it first, e.g. {_way_out(key, 'key')}",
                     )
                 _explain_str(key, path, f"the key {_cut(ascii(key))}")
@@ -233,14 +240,15 @@ def _way_out(value: object, name: str) -> str:
 # Headers, type, key, handler name
 
 
-def encode_headers(headers: Mapping[str, str] | None) -> str | None:
+def encode_headers(headers: Mapping[str, str] | None, original_id: str | None = None) -> str | None:
     """*headers* as JSON text, or ``None`` where there are none.
 
     Names and values are ``str`` without NUL and lone surrogates, names not empty. Else
-    :class:`InvalidEventError` for the field ``"headers"``.
+    :class:`InvalidEventError` for the field ``"headers"``. *original_id*, of :func:`event_id`, is
+    kept among them.
     """
-    if not headers and (headers is None or isinstance(headers, Mapping)):
-        return None
+    if headers is None:
+        headers = {}
     if not isinstance(headers, Mapping):
         raise InvalidEventError(
             "headers", f"must be a mapping of str to str or None, not {_a(type(headers))}"
@@ -249,7 +257,7 @@ def encode_headers(headers: Mapping[str, str] | None) -> str | None:
     for name, value in plain.items():
         if type(name) is not str or not name:
             raise InvalidEventError(
-                "headers", f"a name must be a str that is not empty, not {_cut(repr(name))}"
+                "headers", f"a name must be a str that is not empty, not {_cut(shown(name))}"
             )
         if type(value) is not str:
             raise InvalidEventError(
@@ -260,7 +268,9 @@ def encode_headers(headers: Mapping[str, str] | None) -> str | None:
         for part, text in (("name", name), ("value", value)):
             if problem := _unstorable(text):
                 raise InvalidEventError("headers", f"{part} of {_cut(ascii(name))} {problem}")
-    return _encode(plain)
+    if original_id is not None:
+        plain[ORIGINAL_ID_HEADER] = original_id
+    return _encode(plain) if plain else None
 
 
 def check_type(type_: object) -> str:
@@ -312,6 +322,42 @@ def check_key(key: object) -> str | None:
             "hashlib.sha256(key.encode()).hexdigest()",
         )
     return key
+
+
+def check_delay(delay: timedelta | float) -> float:
+    """*delay* in seconds; what is none is an :class:`InvalidEventError` for ``"delay"``."""
+    try:
+        return as_seconds(delay)
+    except ValueError as error:
+        raise InvalidEventError("delay", str(error)) from None
+
+
+def check_moment(moment: datetime) -> datetime:
+    """*moment* in UTC, if an event can become available then.
+
+    That is a ``datetime`` with a time zone, less than 100 years from now: so no database fails on
+    it, and no driver that shows it in another time zone. In UTC, since Python knows offsets of up
+    to a day and of fractions of a second, and databases do not. Else :class:`InvalidEventError`
+    for the field ``"available_at"``.
+    """
+    if not isinstance(moment, datetime):
+        raise InvalidEventError(
+            "available_at",
+            f"must be a datetime with a time zone, not {shown(moment)}; for seconds from now there "
+            "is delay",
+        )
+    if moment.utcoffset() is None:  # also for a tzinfo that does not say
+        raise InvalidEventError(
+            "available_at",
+            f"{moment} has no time zone; give it one, e.g. moment.replace(tzinfo=timezone.utc)",
+        )
+    try:
+        utc = moment.astimezone(UTC)
+    except OverflowError:  # a day before the year 1, or after 9999
+        utc = None
+    if utc is None or not abs((utc - datetime.now(UTC)).total_seconds()) <= MAX_DELAY:
+        raise InvalidEventError("available_at", f"{moment} is more than 100 years from now")
+    return utc
 
 
 def check_handler_name(name: object) -> None:

@@ -8,6 +8,11 @@ values it names are attributes too.
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Final
+
+#: The longest delay or time limit, in seconds: a hundred years. Beyond it databases fail on the
+#: time stamp.
+MAX_DELAY: Final = 100 * 365.25 * 86400
 
 
 class RelayBusError(Exception):
@@ -127,16 +132,16 @@ class Retry(HandlerOutcome):
     """Count one attempt and try again after *after*, instead of the policy's back-off."""
 
     def __init__(self, after: timedelta | float) -> None:
-        self.after = as_seconds(after)
-        super().__init__(f"retry after {self.after:g} s")
+        self.after = _after("Retry", after)
+        super().__init__(f"after {self.after:g} s")  # shown behind the name of the class
 
 
 class Snooze(HandlerOutcome):
     """Try again after *after* without counting an attempt."""
 
     def __init__(self, after: timedelta | float) -> None:
-        self.after = as_seconds(after)
-        super().__init__(f"snooze for {self.after:g} s")
+        self.after = _after("Snooze", after)
+        super().__init__(f"for {self.after:g} s")
 
 
 class Bury(HandlerOutcome):
@@ -153,9 +158,42 @@ def first_line(error: BaseException) -> str:
     return str(original).strip().split("\n", 1)[0] or type(original).__name__
 
 
+def _after(outcome: str, value: timedelta | float) -> float:
+    try:
+        return as_seconds(value)
+    except ValueError as error:
+        raise ConfigurationError(f"{outcome}: after {error}") from None
+
+
 def as_seconds(value: timedelta | float) -> float:
-    """*value* in seconds; a number is taken as seconds. Negative values are refused."""
-    seconds = value.total_seconds() if isinstance(value, timedelta) else float(value)
-    if not 0 <= seconds < float("inf"):
-        raise ValueError(f"a delay must be zero or more, not {value!r}")
+    """*value* in seconds, if it is a duration: the one place that decides what is.
+
+    That is a ``timedelta``, an ``int`` or a ``float`` (seconds), from 0 to :data:`MAX_DELAY`. All
+    else is a ``ValueError`` whose text goes on after the argument's name: callers make an error of
+    their own of it.
+    """
+    seconds = -1.0
+    if isinstance(value, timedelta):
+        seconds = value.total_seconds()
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        # compared before it is converted: not every int fits into a float
+        seconds = float(value) if 0 <= value <= MAX_DELAY else -1.0
+    if not 0 <= seconds <= MAX_DELAY:
+        raise ValueError(
+            f"must be a timedelta or a number of seconds from 0 to {MAX_DELAY:.0f} (100 years), "
+            f"not {shown(value)}"
+        )
     return seconds
+
+
+def shown(value: object) -> str:
+    """*value* as a message shows it: cut, and also where its own ``repr`` fails.
+
+    That of an ORM object may read attributes that its session would have to load; that of a very
+    long ``int`` is refused by Python.
+    """
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001 - it must not hide what the message is about
+        return f"<{type(value).__name__} whose repr raised {type(error).__name__}>"
+    return text if len(text) <= 200 else f"{text[:180]}...{text[-17:]}"

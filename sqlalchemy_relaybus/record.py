@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 from sqlalchemy import event
 from sqlalchemy.orm import Session, object_session
+from sqlalchemy.orm.exc import UnmappedInstanceError
 
 from .codec import check_type
-from .exc import ConfigurationError
+from .exc import ConfigurationError, shown
 from .session import SessionHook
 from .stores.base import NewEvent
 
@@ -27,10 +28,16 @@ def record(
     key: Any,
 ) -> None:
     """Queue an event about *instance* on its session; callables are called once it has its key."""
-    session = object_session(instance)
+    try:
+        session = object_session(instance)
+    except UnmappedInstanceError:
+        raise ConfigurationError(
+            f"{shown(instance)} is no object of a mapped class; publish on a session instead: "
+            "bus.publish(session, ...)"
+        ) from None
     if session is None:
         raise ConfigurationError(
-            f"{instance!r} is in no session; add it to one before recording an event about it"
+            f"{shown(instance)} is in no session; add it to one before recording an event about it"
         )
 
     def new() -> NewEvent:
@@ -68,13 +75,23 @@ class Changes:
     ) -> Changes:
         chosen = {name: check_type(type) for name, type in types.items() if type is not None}
         if not chosen:
-            raise ConfigurationError("name an event type for insert, update or delete")
+            raise ConfigurationError(
+                "record_changes() publishes nothing so; name an event type for insert, update or "
+                "delete"
+            )
         if not callable(payload) or (key is not None and not callable(key)):
-            raise ConfigurationError("payload and key must be functions of the object")
+            raise ConfigurationError(
+                "payload and key of record_changes() are functions of the changed object, such as "
+                'lambda order: {"id": order.id}'
+            )
         return cls(hook, make, chosen, payload, key)
 
     def __call__(self, class_: C) -> C:
         """Listen on *class_* and its subclasses."""
+        if not isinstance(class_, type):
+            raise ConfigurationError(
+                f"record_changes() decorates a mapped class, not {shown(class_)}"
+            )
         for name in self.types:
             event.listen(class_, name, getattr(self, name), propagate=True)
         return class_

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol, runtime_checkable
 
-from sqlalchemy_relaybus.exc import ConfigurationError, as_seconds
+from sqlalchemy_relaybus.exc import MAX_DELAY as MAX_DELAY
+from sqlalchemy_relaybus.exc import ConfigurationError, as_seconds, shown
 
 #: The most attempts a delivery can count: what an SQL integer holds.
 MAX_ATTEMPTS = 2**31 - 1
-#: The longest delay, in seconds: a hundred years. Beyond it databases fail on the time stamp.
-MAX_DELAY = 100 * 365.25 * 86400
 
 
 @runtime_checkable
@@ -116,25 +115,17 @@ class NoRetry:
 def _attempts(policy: str, value: object) -> int:
     if type(value) is not int or not 1 <= value <= MAX_ATTEMPTS:
         raise ConfigurationError(
-            f"{policy}: max_attempts must be an int from 1 to {MAX_ATTEMPTS}, not {value!r}; "
+            f"{policy}: max_attempts must be an int from 1 to {MAX_ATTEMPTS}, not {shown(value)}; "
             "the first run counts as an attempt"
         )
     return value
 
 
 def _duration(policy: str, name: str, value: timedelta | float) -> float:
-    if isinstance(value, (timedelta, int, float)) and not isinstance(value, bool):
-        try:
-            seconds = as_seconds(value)
-        except (ValueError, OverflowError):  # negative, NaN, infinite; an int beyond any float
-            pass
-        else:
-            if seconds <= MAX_DELAY:
-                return seconds
-    raise ConfigurationError(
-        f"{policy}: {name} must be a timedelta or a number of seconds from 0 to {MAX_DELAY:.0f} "
-        f"(100 years), not {value!r}"
-    )
+    try:
+        return as_seconds(value)
+    except ValueError as error:
+        raise ConfigurationError(f"{policy}: {name} {error}") from None
 
 
 def _number(policy: str, name: str, value: object, low: float, high: float) -> float:
@@ -144,6 +135,6 @@ def _number(policy: str, name: str, value: object, low: float, high: float) -> f
         or not low <= value <= high  # false for NaN too
     ):
         raise ConfigurationError(
-            f"{policy}: {name} must be a number from {low:g} to {high:g}, not {value!r}"
+            f"{policy}: {name} must be a number from {low:g} to {high:g}, not {shown(value)}"
         )
     return float(value)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, overload
 
 from . import codec
-from .exc import ConfigurationError, DuplicateHandlerError, HandlerSignatureError, as_seconds
+from .exc import ConfigurationError, DuplicateHandlerError, HandlerSignatureError, as_seconds, shown
 from .inject import Injection, resolve
 from .retry import Exponential, RetryPolicy
 
@@ -50,6 +50,15 @@ def _is_policy(retry: object) -> bool:
     )
 
 
+def check_session_factory(owner: str, factory: object) -> None:
+    """Raise unless sessions can come from *factory*."""
+    if not callable(factory):
+        raise ConfigurationError(
+            f"{owner}: session_factory makes a new session for each delivery, such as "
+            f"sessionmaker(engine); {shown(factory)} makes none"
+        )
+
+
 class Router:
     """A group of handlers, for a bus to include: a module of an application has one of its own."""
 
@@ -62,10 +71,25 @@ class Router:
         """The registered handlers by name; a read-only view."""
         return MappingProxyType(self._handlers)
 
+    @overload
     def handler(
         self,
         *types: str,
         name: str,
+        mode: Mode = ...,
+        retry: RetryPolicy | None = ...,
+        timeout: timedelta | float | None = ...,
+        session_factory: SessionFactory | None = ...,
+    ) -> Callable[[F], F]: ...
+
+    @overload
+    def handler(self, function: Callable[..., Any], /) -> NoReturn:
+        """Without the parentheses: always an error."""
+
+    def handler(
+        self,
+        *types: Any,
+        name: str | None = None,
         mode: Mode = "at_least_once",
         retry: RetryPolicy | None = None,
         timeout: timedelta | float | None = None,
@@ -82,33 +106,37 @@ class Router:
         Raises :class:`DuplicateHandlerError` for a name that is taken and
         :class:`HandlerSignatureError` for parameters that cannot be filled.
         """
+        if name is None or any(callable(type_) for type_ in types):
+            raise ConfigurationError(
+                "a handler is registered with the event types that it takes and a name of its own: "
+                '@bus.handler("order.placed", name="mail.confirm")'
+            )
         codec.check_handler_name(name)
         if not types:
             raise ConfigurationError(f"handler {name!r}: name at least one event type")
-        for type_ in types:
-            if callable(type_):
-                raise ConfigurationError('use it as @bus.handler("event.type", name="...")')
         types = tuple(codec.check_type(type_) for type_ in types)
         if mode not in MODES:
             raise ConfigurationError(
-                f"handler {name!r}: the mode must be one of {', '.join(MODES)}, not {mode!r}"
+                f"handler {name!r}: the mode must be one of {', '.join(MODES)}, not {shown(mode)}"
             )
-        if session_factory is not None and mode != "transactional":
-            raise ConfigurationError(
-                f"handler {name!r}: a session_factory serves the mode 'transactional' only"
-            )
+        if session_factory is not None:
+            if mode != "transactional":
+                raise ConfigurationError(
+                    f"handler {name!r}: a session_factory serves the mode 'transactional' only"
+                )
+            check_session_factory(f"handler {name!r}", session_factory)
         try:
             limit = None if timeout is None else as_seconds(timeout)
-        except (TypeError, ValueError):
-            limit = 0
+        except ValueError as error:
+            raise ConfigurationError(f"handler {name!r}: timeout {error}") from None
         if limit == 0:
             raise ConfigurationError(
-                f"handler {name!r}: the timeout must be more than 0 seconds, not {timeout!r}"
+                f"handler {name!r}: timeout 0 would end every run; leave it out for no limit"
             )
         if retry is not None and not _is_policy(retry):
             raise ConfigurationError(
                 f"handler {name!r}: retry must be a policy such as Exponential(max_attempts=5), "
-                f"not {retry!r}"
+                f"not {shown(retry)}"
             )
 
         def register(function: F) -> F:
@@ -122,6 +150,13 @@ class Router:
                     "a transactional handler takes the session that its delivery completes in; add "
                     "a parameter such as 'session: Session', or 'session: AsyncSession' to a "
                     "coroutine function",
+                )
+            if session_factory is not None and injection.session_kind == "connection":
+                raise HandlerSignatureError(
+                    name,
+                    None,
+                    "a Connection is the worker's engine's, so its session_factory would serve "
+                    "nothing; leave it out, or take a Session",
                 )
             self._handlers[name] = Handler(
                 name,
@@ -144,18 +179,26 @@ class Router:
 
         This process publishes the deliveries; a worker that has a handler of that name runs it.
         """
+        type = codec.check_type(type)
         if isinstance(to, str):
             raise ConfigurationError(f"route {type!r}: give a list of names, to=[{to!r}]")
-        names = list(to)
+        names = list(to) if isinstance(to, Iterable) else []
+        if not names:
+            raise ConfigurationError(
+                f'route {type!r}: name the handlers that it leads to, as in to=["mail.confirm"], '
+                f"not {shown(to)}"
+            )
         for name in names:
             codec.check_handler_name(name)
-        self._add_routes(codec.check_type(type), names)
+        self._add_routes(type, names)
 
     def include(self, router: Router) -> None:
         """Add the handlers and routes that *router* has now.
 
         Raises :class:`DuplicateHandlerError`, adding none, for a name that is taken.
         """
+        if not isinstance(router, Router):
+            raise ConfigurationError(f"include() takes a Router, not {shown(router)}")
         for name in router._handlers:
             if name in self._handlers:
                 raise DuplicateHandlerError(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
@@ -228,9 +228,13 @@ def test_an_overridden_get_bind_decides(engine: Engine, bus: RelayBus) -> None:
 # -- when, and to whom -----------------------------------------------------------------------------
 
 
-def test_a_moment_instead_of_a_delay(engine: Engine, bus: RelayBus) -> None:
+@pytest.mark.parametrize(
+    "zone", [UTC, timezone(timedelta(hours=-23, minutes=-59, microseconds=-7))]
+)
+def test_a_moment_instead_of_a_delay(engine: Engine, bus: RelayBus, zone: timezone) -> None:
+    """In any time zone that Python knows, also where PostgreSQL has no such offset."""
     bus.route("a", to=["x"])
-    moment = datetime.now(UTC) + timedelta(days=2)
+    moment = datetime.now(zone) + timedelta(days=2)
     with Session(engine) as session:
         bus.publish(session, "a", {}, available_at=moment)
         session.commit()
