@@ -356,7 +356,11 @@ def check_moment(moment: datetime) -> datetime:
     except OverflowError:  # a day before the year 1, or after 9999
         utc = None
     if utc is None or not abs((utc - datetime.now(UTC)).total_seconds()) <= MAX_DELAY:
-        raise InvalidEventError("available_at", f"{moment} is more than 100 years from now")
+        raise InvalidEventError(
+            "available_at",
+            f"{moment} is more than 100 years from now; leave it out for an event that is "
+            "available at once",
+        )
     return utc
 
 

@@ -196,4 +196,4 @@ def shown(value: object) -> str:
         text = repr(value)
     except Exception as error:  # noqa: BLE001 - it must not hide what the message is about
         return f"<{type(value).__name__} whose repr raised {type(error).__name__}>"
-    return text if len(text) <= 200 else f"{text[:180]}...{text[-17:]}"
+    return text if len(text) <= 120 else f"{text[:100]}...{text[-17:]}"

@@ -1,0 +1,133 @@
+"""Handlers' outcomes, and workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sqlalchemy_relaybus import (
+    ConfigurationError,
+    SchemaMissingError,
+    SchemaVersionError,
+)
+
+from .case import Case
+
+CASES: Mapping[str, Sequence[Case]] = {
+    "Outcomes of handlers": [
+        Case(
+            "trying again after a text",
+            'raise Retry("5")',
+            ConfigurationError,
+            (
+                "Retry: after must be a timedelta or a number of seconds from 0 to "
+                "3155760000 (100 years), not '5'"
+            ),
+        ),
+        Case(
+            "trying again before now",
+            "raise Retry(-5)",
+            ConfigurationError,
+            (
+                "Retry: after must be a timedelta or a number of seconds from 0 to "
+                "3155760000 (100 years), not -5"
+            ),
+        ),
+        Case(
+            "a snooze without end",
+            "raise Snooze(math.inf)",
+            ConfigurationError,
+            (
+                "Snooze: after must be a timedelta or a number of seconds from 0 to "
+                "3155760000 (100 years), not inf"
+            ),
+        ),
+        Case(
+            "a snooze of more digits than a float has",
+            "raise Snooze(10**400)",
+            ConfigurationError,
+            (
+                "Snooze: after must be a timedelta or a number of seconds from 0 to "
+                "3155760000 (100 years), not "
+                "1000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000000...00000000000000000"
+            ),
+        ),
+    ],
+    "Workers": [
+        Case(
+            "a bus without handlers",
+            "Worker(RelayBus(), engine)",
+            ConfigurationError,
+            "the bus has no handlers, so a worker has nothing to do",
+        ),
+        Case(
+            "an AsyncEngine",
+            "Worker(bus, async_engine)",
+            TypeError,
+            (
+                "a worker needs a synchronous Engine, not "
+                "<sqlalchemy.ext.asyncio.engine.AsyncEngine object at 0x...>"
+            ),
+        ),
+        Case(
+            "an AsyncSession that comes from nowhere",
+            (
+                '@bus.handler("order.placed", name="stock", mode="transactional")\n'
+                "async def reserve(event: Event, session: AsyncSession): ...\n"
+                "Worker(bus, engine)"
+            ),
+            ConfigurationError,
+            (
+                "handler 'stock' takes an AsyncSession: give Worker(async_engine=...), "
+                "or the handler or the bus session_factory=async_sessionmaker(...)"
+            ),
+        ),
+        Case(
+            "an unknown setting",
+            "Worker(bus, engine, threds=4)",
+            ConfigurationError,
+            (
+                "there is no setting 'threds'; the settings are concurrency, threads, "
+                "batch, prefetch, pool_size, poll_interval, max_poll_interval, "
+                "lease_duration, completion_window, grace, lane_linger, owner, setup, "
+                "listen"
+            ),
+        ),
+        Case(
+            "a setting out of its bounds",
+            "Worker(bus, engine, threads=0)",
+            ConfigurationError,
+            (
+                "setting threads (--threads, RELAYBUS_THREADS) is 0; it must be a whole "
+                "number, 1 to 1000"
+            ),
+        ),
+        Case(
+            "a database without the tables",
+            "Worker(bus, engine).run()",
+            SchemaMissingError,
+            (
+                "the database has no table 'relaybus_schema_version'; create the tables "
+                "with 'relaybus migrate upgrade --url URL'"
+            ),
+            database="empty",
+        ),
+        Case(
+            "tables of a newer release",
+            "Worker(bus, engine).run()",
+            SchemaVersionError,
+            (
+                "the database's relaybus schema is version 3, newer than the version 2 "
+                "that this release works with; install a newer sqlalchemy-relaybus, or "
+                "downgrade the schema with it"
+            ),
+            database="newer",
+        ),
+        Case(
+            "the same worker twice",
+            ("worker = Worker(bus, engine)\nworker.stop(); worker.run()\nworker.run()"),
+            RuntimeError,
+            "a worker runs once; make another one",
+            database="migrated",
+        ),
+    ],
+}
