@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -215,9 +215,10 @@ class WorkerProcess:
         app: str | None = "app:bus",
         url: str | None = None,
         environment: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
         self.log = directory / f"worker-{len(list(directory.glob('worker-*')))}.log"
-        command = [sys.executable, "-W", "error", "-m", "sqlalchemy_relaybus.worker"]
+        command = [*prefix, sys.executable, "-W", "error", "-m", "sqlalchemy_relaybus.worker"]
         if app is not None:
             command += ["--app", app]
         if url is not None:
