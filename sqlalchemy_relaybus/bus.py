@@ -115,7 +115,8 @@ class RelayBus(Router):
         *target* is a ``Session``, an ``AsyncSession``, a scoped session of either, or a Core
         ``Connection``; for an ``AsyncConnection`` there is :meth:`publish_async`. On a session the
         event is written with the next flush, at the latest by the commit; on a connection at
-        once. Events with the same *key* (any text of up to 1,024 bytes) are handled in the order
+        once. Until then it is one of the session's new objects: it goes with a rollback, with a
+        ``close()``, and with ``expunge_all()``. Events with the same *key* (any text of up to 1,024 bytes) are handled in the order
         in which their transactions committed, one at a time for each handler.
 
         *payload* is plain JSON data and is copied now. *id* makes publishing again harmless: a
