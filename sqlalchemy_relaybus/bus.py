@@ -116,14 +116,15 @@ class RelayBus(Router):
         ``Connection``; for an ``AsyncConnection`` there is :meth:`publish_async`. On a session the
         event is written with the next flush, at the latest by the commit; on a connection at
         once. Until then it is one of the session's new objects: it goes with a rollback, with a
-        ``close()``, and with ``expunge_all()``. Events with the same *key* (any text of up to 1,024 bytes) are handled in the order
-        in which their transactions committed, one at a time for each handler.
+        ``close()``, and with ``expunge_all()``. Events with the same *key* (any text of up to
+        1,024 bytes) are handled in the order in which their transactions committed, one at a time
+        for each handler.
 
         *payload* is plain JSON data and is copied now. *id* makes publishing again harmless: a
         handler that the event has had a delivery for gets no other one, and what was stored first
         stays, whatever else differs. A text that is no UUID is mapped to one. *delay* (seconds) is
-        added to the database's clock; *available_at* is a moment with a time zone instead. Later
-        events of the same key wait for a delayed one.
+        added to the database's clock; *available_at* is a moment with a time zone instead; neither
+        may be more than 100 years away. Later events of the same key wait for a delayed one.
 
         Raises a :class:`PublishError`, with nothing queued or written, for anything that cannot be
         stored, and :class:`UnroutedEventError` where no handler takes *type*.
