@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, overload
+
+from sqlalchemy.orm import scoped_session, sessionmaker
 
 from . import codec
 from .exc import ConfigurationError, DuplicateHandlerError, HandlerSignatureError, as_seconds, shown
@@ -56,6 +59,38 @@ def check_session_factory(owner: str, factory: object) -> None:
         raise ConfigurationError(
             f"{owner}: session_factory makes a new session for each delivery, such as "
             f"sessionmaker(engine); {shown(factory)} makes none"
+        )
+
+
+def _check_factory_serves(handler: str, factory: object, injection: Injection) -> None:
+    """Raise if what *factory* makes is not what the handler takes, as far as the factory tells."""
+    if injection.session_kind == "connection":
+        raise HandlerSignatureError(
+            handler,
+            None,
+            "a Connection is the worker's engine's, so its session_factory would serve nothing; "
+            "leave it out, or take a Session",
+        )
+    is_async = injection.session_kind == "async_session"
+    # whoever has an async_sessionmaker has imported its module
+    asyncio = sys.modules.get("sqlalchemy.ext.asyncio")
+    if is_async and isinstance(factory, sessionmaker | scoped_session):
+        raise HandlerSignatureError(
+            handler,
+            None,
+            "it takes an AsyncSession, and its session_factory makes none; give it an "
+            "async_sessionmaker",
+        )
+    if (
+        not is_async
+        and asyncio is not None
+        and isinstance(factory, asyncio.async_sessionmaker | asyncio.async_scoped_session)
+    ):
+        raise HandlerSignatureError(
+            handler,
+            None,
+            "it takes a Session, and its session_factory makes an AsyncSession; give it a "
+            "sessionmaker, or make it a coroutine function that takes an AsyncSession",
         )
 
 
@@ -151,13 +186,8 @@ class Router:
                     "a parameter such as 'session: Session', or 'session: AsyncSession' to a "
                     "coroutine function",
                 )
-            if session_factory is not None and injection.session_kind == "connection":
-                raise HandlerSignatureError(
-                    name,
-                    None,
-                    "a Connection is the worker's engine's, so its session_factory would serve "
-                    "nothing; leave it out, or take a Session",
-                )
+            if session_factory is not None:
+                _check_factory_serves(name, session_factory, injection)
             self._handlers[name] = Handler(
                 name,
                 types,

@@ -173,6 +173,33 @@ CASES: Mapping[str, Sequence[Case]] = {
             ),
         ),
         Case(
+            "a sessionmaker for an AsyncSession",
+            (
+                '@bus.handler("order.placed", name="stock", mode="transactional", '
+                "session_factory=sessionmaker(engine))\n"
+                "async def reserve(event, session: AsyncSession): ..."
+            ),
+            HandlerSignatureError,
+            (
+                "handler 'stock': it takes an AsyncSession, and its session_factory makes none; "
+                "give it an async_sessionmaker"
+            ),
+        ),
+        Case(
+            "an async_sessionmaker for a Session",
+            (
+                '@bus.handler("order.placed", name="stock", mode="transactional", '
+                "session_factory=async_sessionmaker(async_engine))\n"
+                "def reserve(event, session: Session): ..."
+            ),
+            HandlerSignatureError,
+            (
+                "handler 'stock': it takes a Session, and its session_factory makes an "
+                "AsyncSession; give it a sessionmaker, or make it a coroutine function that takes "
+                "an AsyncSession"
+            ),
+        ),
+        Case(
             "a session_factory for a Connection",
             (
                 '@bus.handler("order.placed", name="stock", mode="transactional", '
