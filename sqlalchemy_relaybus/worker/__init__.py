@@ -55,9 +55,15 @@ class Worker:
         **overrides: Any,
     ) -> None:
         if not bus.handlers:
-            raise ConfigurationError("the bus has no handlers, so a worker has nothing to do")
+            raise ConfigurationError(
+                "the bus has no handlers, so a worker has nothing to do; import the modules that "
+                "register them before"
+            )
         if not isinstance(engine, Engine):
-            raise TypeError(f"a worker needs a synchronous Engine, not {engine!r}")
+            raise TypeError(
+                f"a worker needs a synchronous Engine, not {engine!r}; an AsyncEngine is given "
+                "beside it, as async_engine="
+            )
         if async_engine is None:
             _refuse_missing_engine(bus)
         if settings is not None and overrides:

@@ -101,7 +101,7 @@ class Flight:
             self.locked.clear()
 
     def forget(self, hold: Hold) -> None:
-        """The lane is lost, and what it had in flight is not ours any more."""
+        """The lane is lost or given up, and what it had in flight is not ours any more."""
         self.prefetched -= len(hold.prefetched)
         hold.prefetched.clear()
         for id in hold.started:

@@ -21,7 +21,7 @@ log = logging.getLogger("sqlalchemy_relaybus.worker")
 #: After so many jobs in a row that never waited, a slot lets others have the loop.
 _BREATHER = 50
 #: How long to wait for the loop to end, seconds.
-_CLOSING = 1.0
+_CLOSING = 0.5
 
 
 class LoopExecutor:

@@ -209,6 +209,12 @@ class Pump:
         wait = self._exchange_if_due(connection)
         if self._stop_by is None:
             self._holds.hand_back(connection)
+        else:
+            # what is claimed ahead will not run, and others need not wait for what does
+            idle = [hold for hold in self._holds if not hold.started]
+            for hold in idle:
+                self._flight.forget(hold)
+            self._holds.hand_back(connection, idle)
         return wait
 
     def _sit_out(self, seconds: float) -> None:

@@ -500,6 +500,34 @@ def test_lanes_without_work_are_handed_back(bus: RelayBus, engine: Engine) -> No
         drained(bus, engine)
 
 
+def test_a_stopping_worker_keeps_only_the_lanes_of_what_runs(bus: RelayBus, engine: Engine) -> None:
+    """Others need not wait for the end of its grace."""
+    runs, release = Runs(), threading.Event()
+
+    @bus.handler("step", name="h")
+    def h(event: Event) -> None:
+        runs.add(event.payload)
+        if event.payload == "stuck":
+            release.wait(30)
+
+    publish(bus, engine, "step", "stuck", key="a")
+    publish(bus, engine, "step", 1, key="b")
+    with working(bus, engine, lane_linger=60, lease_duration=60.0) as stopping:
+        runs.wait(2)
+        eventually(lambda: ready(bus, engine) == 1)
+        stopping.worker.stop(grace=25)
+        try:
+            eventually(lambda: held_lanes(bus, engine, stopping.holder) == {lane_of("a")}, limit=15)
+            with working(bus, engine):
+                publish(bus, engine, "step", 2, key="b")
+                runs.wait(3)
+            assert stopping.alive
+        finally:
+            release.set()
+        eventually(lambda: not stopping.alive)
+    assert not held_lanes(bus, engine)
+
+
 def test_two_services_on_one_bus(engine: Engine) -> None:
     """Neither holds on to a lane whose first delivery only the other can run."""
     runs = Runs()

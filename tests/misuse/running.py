@@ -57,7 +57,10 @@ CASES: Mapping[str, Sequence[Case]] = {
             "a bus without handlers",
             "Worker(RelayBus(), engine)",
             ConfigurationError,
-            "the bus has no handlers, so a worker has nothing to do",
+            (
+                "the bus has no handlers, so a worker has nothing to do; import the modules that "
+                "register them before"
+            ),
         ),
         Case(
             "an AsyncEngine",
@@ -65,7 +68,8 @@ CASES: Mapping[str, Sequence[Case]] = {
             TypeError,
             (
                 "a worker needs a synchronous Engine, not "
-                "<sqlalchemy.ext.asyncio.engine.AsyncEngine object at 0x...>"
+                "<sqlalchemy.ext.asyncio.engine.AsyncEngine object at 0x...>; an AsyncEngine is given "
+                "beside it, as async_engine="
             ),
         ),
         Case(
