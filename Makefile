@@ -11,7 +11,7 @@ COMPAT := .venv-compat
 COMPAT_URL ?= postgresql+psycopg://postgres@127.0.0.1:5432/postgres
 WHEEL := build/wheel
 
-.PHONY: demo test lint compat wheel clean
+.PHONY: demo test lint compat cases-long wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -29,6 +29,10 @@ lint: $(STAMP)
 # The whole suite on SQLAlchemy 2.0 and the server at COMPAT_URL; without one it fails.
 compat: $(COMPAT)/.installed
 	RELAYBUS_TEST_URL=$(COMPAT_URL) $(COMPAT)/bin/python -m pytest
+
+# The cases from the field at their full length.
+cases-long: $(STAMP)
+	$(BIN)/python -m pytest tests/cases -m long
 
 # What a user installs: the wheel in a clean environment, away from the checkout.
 wheel: $(STAMP)

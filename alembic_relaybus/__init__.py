@@ -50,6 +50,7 @@ _TABLES = tuple(
         "lanes",
         "ordering_keys",
         "parked",
+        "suspects",
         "schema_version",
         "workers",
     )

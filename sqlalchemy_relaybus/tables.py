@@ -181,9 +181,11 @@ class Tables:
             Column("epoch", BigInteger, nullable=False, server_default=text("0")),
             Column("holder", Uuid),
             Column("lane", SmallInteger, nullable=False, autoincrement=False),
+            # how many deliveries the holder may be running, on all its lanes
+            Column("company", Integer, nullable=False, server_default=text("0")),
             Column("version", BigInteger, nullable=False, server_default=text("0")),
             Column("lease_expires_at", _TIMESTAMP),
-            # what the holder may be running now: charged if it dies
+            # what the holder may be running now: suspects if it dies
             Column("started", ARRAY(BigInteger), nullable=False, server_default=text("'{}'")),
             # what it claimed ahead and has not started
             Column("prefetched", ARRAY(BigInteger), nullable=False, server_default=text("'{}'")),
@@ -191,6 +193,19 @@ class Tables:
             CheckConstraint("lane BETWEEN 0 AND 255", name=conv(name("lanes_lane_check"))),
         )
         _store(self.lanes, fillfactor="10")
+
+        #: Deliveries that were started when their worker died, until they have ended. Apart from
+        #: the deliveries, which no takeover writes.
+        self.suspects = Table(
+            name("suspects"),
+            self.metadata,
+            Column("id", BigInteger, nullable=False, autoincrement=False),
+            Column("crashes", Integer, nullable=False),
+            # how many deliveries the last worker had started in all
+            Column("company", Integer, nullable=False),
+            Column("lane", SmallInteger, nullable=False, autoincrement=False),
+            primary_key("suspects", "lane", "id"),
+        )
 
         #: One row an ordering key: its counter, locked by a publisher until it commits.
         self.keys = Table(

@@ -58,7 +58,10 @@ def downgrade() -> None:
     importlib.import_module("alembic_relaybus.versions.relaybus_0001").create_tables()
     for statement in _DOWNGRADE:
         op.execute(here.sql(statement))
-    unused = ("deliveries_new", "events_new", "parked", "lanes", "keys", "workers", "completed")
+    unused = (
+        *("deliveries_new", "events_new", "parked", "lanes", "suspects", "keys", "workers"),
+        "completed",
+    )
     for table in unused:
         op.drop_table(here.name(table), schema=here.schema)
     op.execute(DropSequence(sa.Sequence(here.name("deliveries_id_seq"), schema=here.schema)))
@@ -147,6 +150,7 @@ def _create_tables() -> None:
         sa.Column("epoch", sa.BigInteger, nullable=False, server_default=sa.text("0")),
         sa.Column("holder", sa.Uuid),
         sa.Column("lane", sa.SmallInteger, nullable=False, autoincrement=False),
+        sa.Column("company", sa.Integer, nullable=False, server_default=sa.text("0")),
         sa.Column("version", sa.BigInteger, nullable=False, server_default=sa.text("0")),
         sa.Column("lease_expires_at", _TIMESTAMP),
         sa.Column(
@@ -160,6 +164,15 @@ def _create_tables() -> None:
         schema=schema,
     )
     op.execute(here.sql("ALTER TABLE {lanes} SET (fillfactor = 10)"))
+    op.create_table(
+        here.name("suspects"),
+        sa.Column("id", sa.BigInteger, nullable=False, autoincrement=False),
+        sa.Column("crashes", sa.Integer, nullable=False),
+        sa.Column("company", sa.Integer, nullable=False),
+        sa.Column("lane", sa.SmallInteger, nullable=False, autoincrement=False),
+        primary_key("suspects", "lane", "id"),
+        schema=schema,
+    )
     op.create_table(
         here.name("keys"),
         sa.Column("last", sa.BigInteger, nullable=False),

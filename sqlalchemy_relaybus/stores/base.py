@@ -9,7 +9,7 @@ is refused, changing nothing, once either has moved on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, NamedTuple, Protocol
@@ -33,11 +33,23 @@ class Lease(NamedTuple):
     hint: object = None
 
 
+class Suspect(NamedTuple):
+    """A delivery that was started when its worker died, and may be what killed it."""
+
+    #: how many workers have died while it was started
+    crashes: int
+    #: how many deliveries the last of them had started in all, this one included
+    company: int
+
+
 class Taken(NamedTuple):
-    """A lane just taken, and what its former holder had started and not confirmed."""
+    """A lane just taken."""
 
     lease: Lease
-    charged: Sequence[int]
+    #: ids of what its former holder had started and not confirmed
+    started: Sequence[int]
+    #: by id: those of them that are still there, and whatever was suspect before
+    suspects: Mapping[int, Suspect]
 
 
 class LaneState(NamedTuple):
@@ -124,6 +136,8 @@ class Exchange:
     room: int
     #: seconds
     lease_duration: float
+    #: how many deliveries of all lanes run, or may begin to run before the next exchange
+    company: int
     #: step over rows that somebody else has locked instead of waiting for them (costs a second
     #: write-ahead record for each delivery)
     careful: bool = False
@@ -247,9 +261,14 @@ class Store(Protocol):
     ) -> list[Taken]:
         """Take at most *limit* of the *wanted* lanes that nobody holds. Commits.
 
+        What their former holders had started counts a crash each, and no attempt.
+
         *connection* is in no transaction and of READ COMMITTED isolation; *lease_duration* in
         seconds.
         """
+
+    def absolve(self, connection: Connection, holder: UUID, deliveries: Sequence[Delivery]) -> None:
+        """Forget that *deliveries* were suspects: they have ended, and their worker lives."""
 
     def promote(
         self, connection: Connection, holder: UUID, leases: Iterable[Lease], limit: int

@@ -129,6 +129,11 @@ class Dispatcher:
                 self.conclude(job, delivery, error)
         return not (self._plain.stuck or self._transactional.stuck)
 
+    @property
+    def left_behind(self) -> int:
+        """How many threads are at handlers that ran past their time limit."""
+        return self._plain.left_behind + self._transactional.left_behind
+
     def stop(self) -> None:
         """Start nothing more; what runs goes on."""
         self._stopping = True

@@ -18,6 +18,7 @@ from .dispatch import Dispatcher, bury, is_exhausted
 from .failures import Failures
 from .flight import RETRY_LOCKED, Flight
 from .hold import LANE_IN_FLIGHT, Hold
+from .isolation import Isolation, is_culprit
 from .pace import Pace
 from .takeover import Holds
 
@@ -39,6 +40,7 @@ class Exchanges:
         holds: Holds,
         flight: Flight,
         failures: Failures,
+        isolation: Isolation,
         pace: Pace,
         dispatcher: Dispatcher,
     ) -> None:
@@ -49,6 +51,7 @@ class Exchanges:
         self._holds = holds
         self._flight = flight
         self._failures = failures
+        self._isolation = isolation
         self._pace = pace
         self._dispatcher = dispatcher
         self._careful_until = 0.0
@@ -102,7 +105,9 @@ class Exchanges:
     def _request(self, stopping: bool) -> tuple[Exchange, list[Delivery], list[Hold]]:
         now = time.monotonic()
         settings, flight = self._settings, self._flight
-        room = 0 if stopping else flight.room
+        isolating = self._isolation.wanted(self._holds)
+        group = self._isolation.group(self._holds) if isolating else None
+        room = 0 if stopping or isolating else flight.room
         holds: dict[int, tuple[Hold, bool, bool]] = {}  # claim, write
         claiming = self._holds.choose(self._pace.width) if room else []
         for hold in claiming:
@@ -124,10 +129,13 @@ class Exchanges:
         for hold in self._holds.in_turn():
             if hold.renew_at <= soon and hold.not_before <= now:
                 write(hold)
-            if hold.prefetched and not stopping and (fit := flight.promote(hold)):
+            if hold.prefetched and not stopping and (fit := flight.promote(hold, group)):
                 promoted += fit
                 write(hold)
         asked = [hold for hold, _, _ in holds.values()]
+        starts = 0  # how many of those claimed may begin at once
+        if not flight.prefetched and not self._isolation.expected(claiming):
+            starts = flight.load.free()
         request = Exchange(
             lanes=[LaneRequest(hold.lease, claim, must) for hold, claim, must in holds.values()],
             finished=finished,
@@ -141,7 +149,9 @@ class Exchanges:
             handlers=list(self._handlers),
             limit=room,
             per_lane=max(1, min(LANE_IN_FLIGHT, -(-room // max(1, len(claiming))))),
-            room=0 if flight.prefetched else flight.load.free(),
+            room=starts,
+            # threads of handlers that ran out of time are running still
+            company=flight.load.deliveries + min(room, starts) + self._dispatcher.left_behind,
             lease_duration=settings.lease_duration,
             careful=now < self._careful_until,
         )
@@ -208,9 +218,15 @@ class Exchanges:
         """Why a claimed delivery is buried instead of run."""
         if delivery.event is None:
             return bury(delivery, "its event is gone from the events table", charge=0)
-        if delivery.attempts and is_exhausted(self._handlers[delivery.handler], delivery.attempts):
-            reason = f"{delivery.attempts} attempts are used up; in the last, its worker died"
+        suspect = delivery.hold.suspects.get(delivery.id)
+        if suspect is not None and is_culprit(suspect):
+            reason = (
+                f"its worker died {suspect.crashes} times while it ran, in the end with nothing "
+                "else running"
+            )
             return bury(delivery, reason, charge=0)
+        if delivery.attempts and is_exhausted(self._handlers[delivery.handler], delivery.attempts):
+            return bury(delivery, f"{delivery.attempts} attempts are used up", charge=0)
         return None
 
     # -- unknown outcomes ----------------------------------------------------------------------

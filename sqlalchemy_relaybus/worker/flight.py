@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from ..router import Handler
 from ..settings import Settings
@@ -52,12 +52,15 @@ class Flight:
         hold.prefetched.append(delivery)
         self.prefetched += 1
 
-    def promote(self, hold: Hold) -> list[Delivery]:
-        """Move what can begin from the prefetched to the started; it runs when that is recorded."""
+    def promote(self, hold: Hold, only: Container[int] | None = None) -> list[Delivery]:
+        """Move what can begin from the prefetched to the started; it runs when that is recorded.
+
+        *only*: the ids of those that may begin, where not all may.
+        """
         fit: list[Delivery] = []
         rest: deque[Delivery] = deque()
         for delivery in hold.prefetched:
-            if self.load.fits(delivery):
+            if (only is None or delivery.id in only) and self.load.fits(delivery):
                 self.load.begin((delivery,))
                 hold.started[delivery.id] = delivery
                 fit.append(delivery)

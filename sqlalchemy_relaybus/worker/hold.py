@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Literal
 from uuid import UUID
 
-from ..stores.base import Delivery, LaneState, Lease
+from ..stores.base import Delivery, LaneState, Lease, Suspect
 
 #: Most deliveries of one lane in flight: a lane with a long queue does not take all the room.
 LANE_IN_FLIGHT = 64
@@ -26,13 +26,18 @@ class Hold:
         "ready",
         "renew_at",
         "started",
+        "suspects",
         "taken_at",
         "worked_at",
         "yielded",
     )
 
-    def __init__(self, lease: Lease, sent: float, lease_duration: float) -> None:
+    def __init__(
+        self, lease: Lease, suspects: Mapping[int, Suspect], sent: float, lease_duration: float
+    ) -> None:
         self.lease = lease
+        #: deliveries that were running when a worker died, by id, until they have ended
+        self.suspects = dict(suspects)
         #: what may run, by id; an entry stays until its end is confirmed
         self.started: dict[int, Delivery] = {}
         #: what is claimed ahead, in claim order

@@ -28,6 +28,7 @@ from .exchanges import Exchanges
 from .failures import Failures
 from .flight import RETRY_LOCKED, Flight
 from .hold import Hold
+from .isolation import Isolation
 from .pace import Pace
 from .takeover import Holds
 from .transaction import Transactions
@@ -68,6 +69,7 @@ class Pump:
         self._holds = Holds(engine, store, holder, handlers, settings)
         self._flight = Flight(handlers, settings)
         self._failures = Failures(store, holder, self._flight, self._unblock)
+        self._isolation = Isolation(store, holder, self._flight)
         self._pace = Pace(settings)
         self._exchanges = Exchanges(
             store,
@@ -77,6 +79,7 @@ class Pump:
             self._holds,
             self._flight,
             self._failures,
+            self._isolation,
             self._pace,
             self._dispatcher,
         )
@@ -207,6 +210,7 @@ class Pump:
                 self._holds.enlist(connection)
             self._look(connection, now)
         wait = self._exchange_if_due(connection)
+        self._isolation.absolve(connection, now)
         if self._stop_by is None:
             self._holds.hand_back(connection)
         else:
@@ -251,6 +255,8 @@ class Pump:
                 self._flight.load.end(delivery)
                 hold: Hold = delivery.hold
                 hold.worked_at = now
+                if end == "done" or end == "gone" or isinstance(end, Park):
+                    self._isolation.ended(delivery)
                 if end == "done" or end == "gone":
                     if hold.lost:
                         if end == "done":
@@ -315,9 +321,12 @@ class Pump:
         settings, flight = self._settings, self._flight
         stopping = self._stop_by is not None
         flight.retry_locked(now)
-        room = 0 if stopping else flight.room
+        isolating = self._isolation.wanted(self._holds)
+        room = 0 if stopping or isolating else flight.room
         claims = room > 0 and self._holds.any_ready
         idle = 0.0 if stopping else flight.idle(self._holds)
+        if isolating and flight.load.deliveries:
+            idle = 0.0  # nothing begins beside what runs
         starts = idle > 0
         renew_at = min((hold.renew_at for hold in self._holds), default=now + 3600)
         if (

@@ -41,14 +41,15 @@ class ThreadExecutor:
         self._available = threading.Condition()
         self._threads = 0
         self._idle = 0
-        self._left_behind = 0
+        #: threads whose handlers ran past their time limit and have not returned
+        self.left_behind = 0
         self._closed = False
         self._running: dict[int, _Running] = {}
 
     @property
     def stuck(self) -> bool:
         """Whether too many threads are left behind to go on."""
-        return self._left_behind > self._size
+        return self.left_behind > self._size
 
     def submit(self, jobs: Sequence[Job]) -> None:
         with self._available:
@@ -58,7 +59,7 @@ class ThreadExecutor:
 
     def _staff(self) -> None:
         """Start threads for the jobs that no idle one takes. The caller has the lock."""
-        room = min(self._size, 2 * self._size - self._left_behind) - self._threads
+        room = min(self._size, 2 * self._size - self.left_behind) - self._threads
         for _ in range(min(len(self._jobs) - self._idle, room)):
             self._start()
 
@@ -102,7 +103,7 @@ class ThreadExecutor:
                 with self._available:  # expire() decides under the same lock
                     self._running.pop(me, None)
                     if job.abandoned:
-                        self._left_behind -= 1
+                        self.left_behind -= 1
                         return False
             if not dispatcher.conclude(job, delivery, error):
                 break
@@ -117,7 +118,7 @@ class ThreadExecutor:
                     continue
                 running.job.abandoned = True
                 del self._running[me]
-                self._left_behind += 1
+                self.left_behind += 1
                 self._threads -= 1
                 expired.append((running.job, running.delivery))
             self._staff()

@@ -71,6 +71,7 @@ BY_KEY = {
     "parked": ("relaybus_parked", "relaybus_parked_pkey"),
     "lanes": ("relaybus_lanes", "relaybus_lanes_pkey"),
     "events": ("relaybus_events", "relaybus_events_pkey"),
+    "suspects": ("relaybus_suspects", "relaybus_suspects_pkey"),
 }
 BY_ADDRESS = {name: (f"relaybus_{name}", "Tid Scan") for name in ("deliveries", "parked", "lanes")}
 DUE = ("relaybus_parked", "relaybus_parked_due_idx")
@@ -116,13 +117,27 @@ ACTS = {
         nth=2,
         on_taker=True,
     ),
-    "charge": Act(
+    "suspect": Act(
         lambda holder, _: holder.take(*range(240, 256)),
-        {BY_KEY["deliveries"], BY_ADDRESS["deliveries"]},
+        {BY_KEY["lanes"], BY_KEY["deliveries"], BY_KEY["suspects"]},
         400,
         0,
         nth=3,
         on_taker=True,
+    ),
+    "suspects": Act(
+        lambda holder, _: holder.take(*range(16, 24)),
+        {BY_KEY["suspects"], BY_KEY["deliveries"], BY_KEY["parked"]},
+        400,
+        0,
+        nth=3,
+        on_taker=True,
+    ),
+    "absolve": Act(
+        lambda holder, claimed: holder.absolve(*claimed[:50]),
+        {BY_KEY["lanes"], BY_KEY["suspects"]},
+        400,
+        0,
     ),
     "relinquish": Act(
         lambda holder, _: holder.bench.store.relinquish(

@@ -1,4 +1,4 @@
-"""Taking lanes over: against completions and renewals in progress, and what is charged for it."""
+"""Taking lanes over: against completions and renewals in progress, and who is suspect after it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import Engine, select
 
+from sqlalchemy_relaybus.stores.base import Suspect
 from tests.support.stores import EXPIRED, Bench, ids, key_on, new_event, parked, waiting
 
 LANE = 7
@@ -40,7 +41,7 @@ def test_a_completion_that_begins_after_a_takeover_waits_and_deletes_nothing(ben
     [started], [prefetched] = reply.startable, reply.prefetched
     with bench.connect() as taker, bench.connect() as handler:
         new.begin_take(taker, LANE)
-        # not charged, so that nothing but the lane's epoch refuses it
+        # nothing but the lane's epoch refuses it
         with waiting(handler, lambda: old.complete(prefetched, handler)) as completion:
             taker.commit()
             assert completion.result() is False
@@ -59,17 +60,17 @@ def test_two_takers_never_get_one_lane_and_do_not_wait_for_each_other(bench: Ben
     assert bench.lane(LANE).holder == new.id
 
 
-def test_a_takeover_waits_for_no_lock_on_what_it_charges(bench: Bench) -> None:
-    """Its taker has leases to renew. The epoch fences the row that it leaves uncharged."""
+def test_a_takeover_waits_for_no_lock_on_a_delivery(bench: Bench) -> None:
+    """Its taker has leases to renew."""
     old, new = bench.holder(), bench.holder()
     bench.publish(new_event(KEY), new_event(KEY))
     old.take(LANE, lease=EXPIRED)
     first, second = old.claim(lease=EXPIRED)
     with bench.connect() as other:
         bench.lock_delivery(other, first.id)
-        assert new.take(LANE).keys() == {LANE}
+        assert new.take(LANE)[LANE].suspects.keys() == {first.id, second.id}
     assert not old.complete(first)
-    assert [(each.id, each.attempts) for each in new.claim()] == [(first.id, 0), (second.id, 1)]
+    assert ids(new.claim()) == [first.id, second.id]
 
 
 def test_a_renewal_between_a_takers_snapshot_and_its_lock_keeps_the_lane(bench: Bench) -> None:
@@ -93,9 +94,11 @@ def test_what_is_completed_after_a_takers_snapshot_is_not_claimed_again(bench: B
         with waiting(new.taker, lambda: new.take(LANE)) as takeover:
             assert old.complete(first)
             gate.rollback()
-            assert takeover.result()[LANE].charged == [first.id, second.id]
+            taken = takeover.result()[LANE]
+    assert taken.started == [first.id, second.id]
+    assert taken.suspects == {second.id: Suspect(1, 1000)}
     [again] = new.claim()
-    assert (again.id, again.attempts) == (second.id, 1)
+    assert (again.id, again.attempts) == (second.id, 0)
 
 
 def test_taking_and_reading_in_one_statement_would_claim_it_again(bench: Bench) -> None:
@@ -157,25 +160,62 @@ def test_the_epoch_grows_by_one_whenever_the_lane_changes_hands(bench: Bench) ->
     assert bench.store.relinquish(second.connection, second.id, [second.leases[LANE]]) == {LANE}
     assert bench.lane(LANE).epoch == 2
     taken = first.take(LANE)[LANE]
-    assert (taken.lease.epoch, taken.lease.version, taken.charged) == (3, 0, [])
+    assert (taken.lease.epoch, taken.lease.version, taken.started) == (3, 0, [])
 
 
-def test_only_what_was_started_and_is_still_there_is_charged(bench: Bench) -> None:
+def test_only_what_was_started_and_is_still_there_is_suspect(bench: Bench) -> None:
     old, new = bench.holder(), bench.holder()
     bench.publish(*(new_event(KEY) for _ in range(4)))
     old.take(LANE, lease=EXPIRED)
-    reply = old.exchange(room=3, lease=EXPIRED)
+    reply = old.exchange(room=3, lease=EXPIRED, company=9)
     completed, failed, started = reply.startable
-    [prefetched] = reply.prefetched
+    assert len(reply.prefetched) == 1
     assert old.complete(completed)
     assert old.park(parked(failed, charge=0)) == {failed.id}
+    before = bench.contents()
 
-    assert set(new.take(LANE)[LANE].charged) == {completed.id, failed.id, started.id}
+    taken = new.take(LANE)[LANE]
 
+    assert set(taken.started) == {completed.id, failed.id, started.id}
+    assert taken.suspects == {started.id: Suspect(1, 9)}
     assert bench.lane(LANE).started == bench.lane(LANE).prefetched == []
-    each = {}
-    for table in (bench.tables.deliveries, bench.tables.parked):
-        for id, *counters in bench.read(select(table.c.id, table.c.attempts, table.c.claims)):
-            each[id] = counters
-    assert each == {failed.id: [0, 1], started.id: [1, 1], prefetched.id: [0, 0]}
     assert not old.complete(started)
+    # no attempt is counted, and no delivery written or locked
+    after = bench.contents()
+    assert {name for name in after if after[name] != before[name]} == {bench.tables.lanes.name}
+
+
+def test_each_crash_counts_until_the_delivery_has_ended(bench: Bench) -> None:
+    bench.publish(new_event(KEY), new_event(KEY), new_event(KEY))
+    holders = [bench.holder() for _ in range(4)]
+    for n, holder in enumerate(holders):
+        taken = holder.take(LANE, lease=EXPIRED)[LANE]
+        if n == 0:
+            assert taken.suspects == {}
+        reply = holder.exchange(room=3 - n, lease=EXPIRED, company=10 - n)
+        first, second, third = [*reply.startable, *reply.prefetched]
+        if n == 2:
+            # the second did not run again, and is as suspect as it was
+            assert taken.suspects == {
+                first.id: Suspect(2, 9),
+                second.id: Suspect(2, 9),
+                third.id: Suspect(1, 10),
+            }
+            zombie = holders[1]
+            zombie.absolve(first)
+            assert len(bench.suspects()) == 3  # by its epoch
+            holder.absolve(second)
+    assert bench.suspects() == {first.id: Suspect(3, 8), third.id: Suspect(1, 10)}
+    assert taken.suspects == bench.suspects()
+
+
+def test_a_suspect_that_is_gone_is_forgotten_and_one_that_waits_is_not(bench: Bench) -> None:
+    old, new, last = bench.holder(), bench.holder(), bench.holder()
+    bench.publish(new_event(KEY), new_event(KEY))
+    old.take(LANE, lease=EXPIRED)
+    old.claim(lease=EXPIRED)
+    new.take(LANE, lease=EXPIRED)
+    completed, waits = new.exchange(room=0, lease=EXPIRED).prefetched
+    assert new.complete(completed)
+    assert new.park(parked(waits, charge=0)) == {waits.id}
+    assert last.take(LANE)[LANE].suspects == {waits.id: Suspect(1, 1000)}

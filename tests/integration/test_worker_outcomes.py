@@ -17,6 +17,8 @@ from sqlalchemy import (
     cast,
     create_engine,
     delete,
+    func,
+    literal,
     select,
     text,
     update,
@@ -35,6 +37,7 @@ from sqlalchemy_relaybus import (
     Retry,
     Snooze,
 )
+from sqlalchemy_relaybus.lanes import lane_of
 from sqlalchemy_relaybus.stores import store_for
 from tests.support.workers import (
     Runs,
@@ -792,6 +795,72 @@ def test_used_up_attempts_are_not_run_once_more(bus: RelayBus, engine: Engine) -
         (letter,) = eventually(lambda: dead(bus, engine))
     assert letter.attempts == 3
     assert letter.last_error.startswith("3 attempts are used up")
+
+
+def test_suspects_of_two_crashes_run_apart(bus: RelayBus, engine: Engine) -> None:
+    """Half as many as in the last crash, and nothing beside them; then everything goes on."""
+    running: set[str] = set()
+    seen: list[set[str]] = []
+
+    @bus.handler("step", name="h")
+    async def h(event: Event) -> None:
+        running.add(event.payload)
+        seen.append(set(running))
+        await asyncio.sleep(0.05)
+        running.discard(event.payload)
+
+    suspects = [f"suspect {n}" for n in range(8)]
+    one_lane = (key for key in map(str, itertools.count()) if lane_of(key) == 7)
+    for suspect, key in zip(suspects, one_lane, strict=False):
+        publish(bus, engine, "step", suspect, key=key)
+    table, deliveries = bus.tables.suspects, bus.tables.deliveries
+    crashed = select(deliveries.c.id, deliveries.c.lane, literal(2), literal(8))
+    with engine.begin() as connection:
+        connection.execute(
+            table.insert().from_select(["id", "lane", "crashes", "company"], crashed)
+        )
+    publish(bus, engine, "step", *[f"other {n}" for n in range(40)])
+    with working(bus, engine):
+        drained(bus, engine)
+        eventually(lambda: suspects_left(bus, engine) == 0)
+    apart = [each for each in seen if any(name.startswith("suspect") for name in each)]
+    assert all(name.startswith("suspect") for each in apart for name in each)
+    assert max(map(len, apart)) == 4
+    assert max(map(len, seen)) > 10
+    assert set().union(*seen) == {*suspects, *(f"other {n}" for n in range(40))}
+
+
+def suspects_left(bus: RelayBus, engine: Engine) -> int:
+    with engine.connect() as connection:
+        return connection.scalar(select(func.count()).select_from(bus.tables.suspects)) or 0
+
+
+@pytest.mark.parametrize(("crashes", "company"), [(3, 1), (3, 2), (2, 1)])
+def test_only_the_proven_culprit_is_buried_unrun(
+    bus: RelayBus, engine: Engine, crashes: int, company: int
+) -> None:
+    runs = Runs()
+
+    @bus.handler("step", name="h")
+    def h(event: Event) -> None:
+        runs.add(event.payload)
+
+    publish(bus, engine, "step", 1, key="k")
+    table, deliveries = bus.tables.suspects, bus.tables.deliveries
+    crashed = select(deliveries.c.id, deliveries.c.lane, literal(crashes), literal(company))
+    with engine.begin() as connection:
+        connection.execute(
+            table.insert().from_select(["id", "lane", "crashes", "company"], crashed)
+        )
+    publish(bus, engine, "step", 2, key="k")
+    with working(bus, engine):
+        drained(bus, engine)
+    if (crashes, company) == (3, 1):
+        (letter,) = dead(bus, engine)
+        assert letter.last_error.startswith("its worker died 3 times while it ran")
+        assert runs.rows == [(2,)]
+    else:
+        assert runs.rows == [(1,), (2,)]
 
 
 def test_unknown_handlers_are_left_alone(

@@ -68,8 +68,8 @@ CASES: Mapping[str, Sequence[Case]] = {
             TypeError,
             (
                 "a worker needs a synchronous Engine, not "
-                "<sqlalchemy.ext.asyncio.engine.AsyncEngine object at 0x...>; an AsyncEngine is given "
-                "beside it, as async_engine="
+                "<sqlalchemy.ext.asyncio.engine.AsyncEngine object at 0x...>; an AsyncEngine is "
+                "given beside it, as async_engine="
             ),
         ),
         Case(

@@ -26,6 +26,7 @@ from sqlalchemy_relaybus.stores.base import (
     NewEvent,
     Park,
     ParkedStatus,
+    Suspect,
     Taken,
 )
 from sqlalchemy_relaybus.stores.postgresql.lanes import take
@@ -121,6 +122,12 @@ class Bench:
     def parked(self) -> list[int]:
         """The ids of the parked deliveries, in order."""
         return [id for (id,) in self.read(select(self.tables.parked.c.id).order_by("id"))]
+
+    def suspects(self) -> dict[int, Suspect]:
+        """The suspects by id."""
+        suspects = self.tables.suspects
+        query = select(suspects.c.id, suspects.c.crashes, suspects.c.company).order_by("id")
+        return {id: Suspect(crashes, company) for id, crashes, company in self.read(query)}
 
     def lane(self, lane: int) -> Any:
         """The lane's row."""
@@ -226,6 +233,7 @@ class Holder:
         per_lane: int = 1000,
         room: int = 1000,
         lease: float = 60,
+        company: int | None = None,
         careful: bool = False,
     ) -> Exchanged:
         """One round of the pump over *lanes* (by default all)."""
@@ -239,6 +247,7 @@ class Holder:
             per_lane,
             room,
             lease,
+            min(room, limit) + len(started) if company is None else company,
             careful,
         )
         reply = self.bench.store.exchange(self.connection, self.id, request)
@@ -256,6 +265,10 @@ class Holder:
     def park(self, *parks: Park) -> set[int]:
         """Park; the ids that were."""
         return self.bench.store.park(self.connection, self.id, parks).parked
+
+    def absolve(self, *deliveries: Delivery) -> None:
+        """Tell that they have ended."""
+        self.bench.store.absolve(self.connection, self.id, deliveries)
 
     def promote(self) -> list[int]:
         """Move what is due of all lanes back to the ready ones."""

@@ -19,6 +19,7 @@ from sqlalchemy import (
     and_,
     bindparam,
     delete,
+    exists,
     func,
     literal_column,
     null,
@@ -41,9 +42,7 @@ from .sql import (
     array,
     lease_end,
     rows,
-    rows_at,
     seconds,
-    unlocked,
 )
 
 
@@ -155,7 +154,7 @@ def take(tables: Tables) -> Prepared:
     """
     lanes = tables.lanes
     free = (
-        select(lanes.c.lane, lanes.c.started)
+        select(lanes.c.lane, lanes.c.started, lanes.c.company)
         .where(
             lanes.c.lane == func.any(array("lanes", SmallInteger())),
             or_(
@@ -183,38 +182,69 @@ def take(tables: Tables) -> Prepared:
             started=NO_IDS,
             prefetched=NO_IDS,
         )
-        .returning(lanes.c.lane, lanes.c.epoch, lanes.c.version, address(lanes), free.c.started)
+        .returning(
+            lanes.c.lane,
+            lanes.c.epoch,
+            lanes.c.version,
+            address(lanes),
+            free.c.started,
+            free.c.company,
+        )
     )
 
 
 @lru_cache
-def charge(tables: Tables) -> Prepared:
-    """Count one attempt for each delivery that the former holder had started.
+def suspect(tables: Tables) -> Prepared:
+    """Count a crash for each delivery that the former holder had started.
 
     Second statement of the takeover's transaction. Its own snapshot, taken under the lanes' locks,
-    does not show what the former holder completed, and what it had not completed it cannot
-    complete any more. What it had only prefetched never ran and is not charged. ``claims`` grows
-    with the attempt: the token of the former run ends here.
-
-    ``SKIP LOCKED``: a row that somebody else has locked goes uncharged, so that a takeover waits
-    for nobody and the taker's own leases do not run out meanwhile. The epoch fences it all the
-    same.
+    does not show what the former holder completed or parked, and what it had not it cannot any
+    more. What it had only prefetched never ran and is not named. The deliveries themselves are
+    neither written nor locked: nobody's lock on one holds a takeover up.
     """
-    deliveries = tables.deliveries
-    lost = rows("lost", lane=("lanes", SmallInteger()), id=("ids", BigInteger()))
-    found = (
-        select(address(deliveries))
+    deliveries, suspects = tables.deliveries, tables.suspects
+    lost = rows(
+        "lost",
+        lane=("lanes", SmallInteger()),
+        id=("ids", BigInteger()),
+        company=("companies", Integer()),
+    )
+    there = (
+        select(literal_column("1"))
         .where(deliveries.c.lane == lost.c.lane, deliveries.c.id == lost.c.id)
         .limit(literal_column("1"))
-        .lateral("found")
+        .lateral("there")
     )
-    suspects = select(found.c.address).select_from(lost.join(found, true()))
-    free = unlocked(deliveries, suspects)
+    found = insert(suspects).from_select(
+        ["lane", "id", "company", "crashes"],
+        select(lost.c.lane, lost.c.id, lost.c.company, literal_column("1")).select_from(
+            lost.join(there, true())
+        ),
+    )
     return Prepared(
-        update(deliveries)
-        .where(rows_at(deliveries, select(free.c.address)))
-        .values(attempts=deliveries.c.attempts + 1, claims=deliveries.c.claims + 1)
-        .returning(deliveries.c.lane, deliveries.c.id)
+        found.on_conflict_do_update(
+            index_elements=[suspects.c.lane, suspects.c.id],
+            set_={"crashes": suspects.c.crashes + 1, "company": found.excluded.company},
+        ).returning(suspects.c.lane)
+    )
+
+
+@lru_cache
+def suspects(tables: Tables) -> Prepared:
+    """The suspects of lanes just taken that are still there, in the takeover's transaction.
+
+    A later statement than the one that locked the lanes: suspects are written by takers alone, so
+    this snapshot has them all.
+    """
+    suspects = tables.suspects
+    still_there = (
+        exists().where(table.c.lane == suspects.c.lane, table.c.id == suspects.c.id)
+        for table in (tables.deliveries, tables.parked)
+    )
+    return Prepared(
+        select(suspects.c.lane, suspects.c.id, suspects.c.crashes, suspects.c.company).where(
+            suspects.c.lane == func.any(array("lanes", SmallInteger())), or_(*still_there)
+        )
     )
 
 

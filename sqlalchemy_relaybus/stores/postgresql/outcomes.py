@@ -159,6 +159,34 @@ def park(tables: Tables) -> Prepared:
 
 
 @lru_cache
+def absolve(tables: Tables) -> Prepared:
+    """Forget suspects that have ended, by the lane's holder.
+
+    Fenced: one that a takeover has counted another crash for stays a suspect, whatever its former
+    holder reports.
+    """
+    suspects = tables.suspects
+    asked = select(
+        rows(
+            "asked",
+            lane=("lanes", SmallInteger()),
+            epoch=("epochs", BigInteger()),
+            id=("ids", BigInteger()),
+        )
+    ).cte("asked")
+    held = _held(tables, asked)
+    return Prepared(
+        delete(suspects)
+        .where(
+            suspects.c.lane == held.c.lane,
+            suspects.c.lane == asked.c.lane,
+            suspects.c.id == asked.c.id,
+        )
+        .returning(suspects.c.id)
+    )
+
+
+@lru_cache
 def promote(tables: Tables) -> Prepared:
     """Move parked deliveries that are due back to the ready ones, where claims find them.
 

@@ -165,6 +165,7 @@ def exchange(tables: Tables, careful: bool) -> Prepared:
         renewal.values(
             version=lanes.c.version + 1,
             lease_expires_at=lease_end(),
+            company=bindparam("company", type_=Integer),
             started=func.coalesce(flight.c.started, NO_IDS),
             prefetched=func.coalesce(flight.c.prefetched, NO_IDS),
         )

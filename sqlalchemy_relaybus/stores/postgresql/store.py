@@ -13,7 +13,19 @@ from ...event import Event
 from ...exc import SchemaMissingError
 from ...tables import Tables
 from .. import base
-from ..base import Delivery, Exchange, Exchanged, LaneState, Lease, Live, Park, Parked, Ready, Taken
+from ..base import (
+    Delivery,
+    Exchange,
+    Exchanged,
+    LaneState,
+    Lease,
+    Live,
+    Park,
+    Parked,
+    Ready,
+    Suspect,
+    Taken,
+)
 from . import lanes, outcomes, pump
 from .listen import can_listen, listen, notify
 from .publish import publish
@@ -135,22 +147,28 @@ class PostgreSQLStore:
                 text("SELECT set_config('lock_timeout', :limit, true)"),
                 {"limit": f"{max(1, round(lease_duration * 100))}ms"},
             )
-            taken = [
-                Taken(Lease(lane, epoch, version, Place(address)), started)
-                for lane, epoch, version, address, started in lanes.take(self.tables)(
-                    connection, parameters
-                )
-            ]
-            lost = [(lease.lane, id) for lease, started in taken for id in started]
+            taken = lanes.take(self.tables)(connection, parameters)
+            if not taken:
+                return []
+            lost = [(lane, id, company) for lane, *_, started, company in taken for id in started]
             if lost:
-                lanes.charge(self.tables)(
+                lanes.suspect(self.tables)(
                     connection,
                     {
-                        "lanes": array_literal(lane for lane, _ in lost),
-                        "ids": array_literal(id for _, id in lost),
+                        "lanes": array_literal(lane for lane, _, _ in lost),
+                        "ids": array_literal(id for _, id, _ in lost),
+                        "companies": array_literal(company for _, _, company in lost),
                     },
                 )
-        return taken
+            suspects: dict[int, dict[int, Suspect]] = {lane: {} for lane, *_ in taken}
+            for lane, id, crashes, company in lanes.suspects(self.tables)(
+                connection, {"lanes": array_literal(suspects)}
+            ):
+                suspects[lane][id] = Suspect(crashes, company)
+        return [
+            Taken(Lease(lane, epoch, version, Place(address)), started, suspects[lane])
+            for lane, epoch, version, address, started, _ in taken
+        ]
 
     def renew(
         self,
@@ -207,6 +225,7 @@ class PostgreSQLStore:
             "per_lane": request.per_lane,
             "room": request.room,
             "lease_duration": request.lease_duration,
+            "company": request.company,
         }
         reply = Exchanged()
         for row in pump.exchange(self.tables, request.careful)(connection, parameters):
@@ -259,6 +278,15 @@ class PostgreSQLStore:
         for id, done in outcomes.park(self.tables)(connection, parameters):
             (parked if done else seen).add(id)
         return Parked(parked, seen - parked)
+
+    def absolve(self, connection: Connection, holder: UUID, deliveries: Sequence[Delivery]) -> None:
+        parameters = {
+            "holder": holder,
+            "lanes": array_literal(d.lane for d in deliveries),
+            "epochs": array_literal(d.epoch for d in deliveries),
+            "ids": array_literal(d.id for d in deliveries),
+        }
+        outcomes.absolve(self.tables)(connection, parameters)
 
     def promote(
         self, connection: Connection, holder: UUID, leases: Iterable[Lease], limit: int
