@@ -19,6 +19,7 @@ from .exc import (
     Snooze,
     UnroutedEventError,
 )
+from .retention import PurgeResult, purge
 from .retry import Exponential, Fixed, NoRetry, RetryPolicy
 from .router import Handler, Router
 from .worker import Worker
@@ -38,6 +39,7 @@ __all__ = [
     "NoRetry",
     "PayloadError",
     "PublishError",
+    "PurgeResult",
     "RelayBus",
     "RelayBusError",
     "Retry",
@@ -49,4 +51,5 @@ __all__ = [
     "Snooze",
     "UnroutedEventError",
     "Worker",
+    "purge",
 ]

@@ -222,6 +222,34 @@ class Live(NamedTuple):
         return 1 + sum(handler in handlers for handlers in self.others)
 
 
+class PurgedEvents(NamedTuple):
+    """What became of one page of events."""
+
+    #: events removed
+    removed: int
+    #: old enough, but with a delivery left
+    undone: int
+    #: old enough, but locked by somebody else
+    locked: int
+    #: where the next page begins; ``None``: this was the last one
+    following: UUID | None
+
+
+class Place(NamedTuple):
+    """A row's place among others, by age."""
+
+    moment: datetime
+    id: int
+
+
+class PurgedRows(NamedTuple):
+    """What became of one page of dead letters, or of completed deliveries."""
+
+    removed: int
+    #: after which the next page begins; ``None``: this was the last one
+    last: Place | None
+
+
 class Store(Protocol):
     """What every store does. Connections are synchronous SQLAlchemy connections."""
 
@@ -323,3 +351,29 @@ class Store(Protocol):
 
     def requeue(self, connection: Connection, ids: Sequence[int]) -> set[int]:
         """Give dead letters a fresh budget of attempts; the ids that were dead."""
+
+    def purge_events(
+        self, connection: Connection, start: UUID, age: float, limit: int
+    ) -> PurgedEvents:
+        """Remove events that have no delivery left, of the *limit* next ones from id *start* on.
+
+        Those that were published at least *age* seconds ago, by the database's clock. In the
+        caller's transaction, which is of READ COMMITTED isolation and ends right afterwards: until
+        then whoever publishes one of them again waits. It waits for nobody itself.
+        """
+
+    def purge_dead(
+        self, connection: Connection, after: Place | None, age: float, limit: int
+    ) -> PurgedRows:
+        """Remove at most *limit* dead letters that have been dead for *age* seconds.
+
+        In the caller's transaction, as :meth:`purge_events`; the oldest first, beginning *after*.
+        """
+
+    def purge_completed(
+        self, connection: Connection, after: Place | None, age: float, limit: int
+    ) -> PurgedRows:
+        """Remove at most *limit* records of deliveries that completed *age* seconds ago.
+
+        In the caller's transaction, as :meth:`purge_events`; the oldest first, beginning *after*.
+        """

@@ -31,7 +31,7 @@ from sqlalchemy_relaybus.stores.base import (
 )
 from sqlalchemy_relaybus.stores.postgresql.lanes import take
 from sqlalchemy_relaybus.stores.postgresql.sql import array_literal
-from sqlalchemy_relaybus.stores.postgresql.store import Place
+from sqlalchemy_relaybus.stores.postgresql.store import RowHint
 from sqlalchemy_relaybus.tables import DEFAULT_PREFIX, tables_for
 
 T = TypeVar("T")
@@ -199,10 +199,10 @@ class Holder:
             bench.store.prepare(connection, lock_timeout=LOCK_TIMEOUT, timeout=STATEMENT_TIMEOUT)
             connection.commit()
 
-    def place(self, lane: int) -> Place:
+    def place(self, lane: int) -> RowHint:
         """Where it believes the lane's row to be."""
         hint = self.leases[lane].hint
-        assert isinstance(hint, Place)
+        assert isinstance(hint, RowHint)
         return hint
 
     def take(self, *lanes: int, limit: int = 256, lease: float = 60) -> dict[int, Taken]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from typing import Any, NamedTuple, cast
 from uuid import UUID
 
@@ -22,14 +23,17 @@ from ..base import (
     Live,
     Park,
     Parked,
+    Place,
+    PurgedEvents,
+    PurgedRows,
     Ready,
     Suspect,
     Taken,
 )
-from . import lanes, outcomes, pump
+from . import lanes, outcomes, pump, retention
 from .listen import can_listen, listen, notify
 from .publish import publish
-from .sql import array_literal
+from .sql import Prepared, array_literal
 
 _UNDEFINED_TABLE = "42P01"
 _SERIALIZATION_FAILURE = "40001"
@@ -39,9 +43,12 @@ _HELD_UP = frozenset({"55P03", "57014"})
 _IDLE = 0
 #: Exchanges until a lane's row is tidied again after that was of no use.
 _UNTIDIED = 100
+#: Before every row by its age.
+_BEFORE_ALL = Place(datetime.min.replace(tzinfo=UTC), 0)
+_LAST_ID = UUID(int=2**128 - 1)
 
 
-class Place(NamedTuple):
+class RowHint(NamedTuple):
     """Where a lane's row is: the hint of its :class:`~sqlalchemy_relaybus.stores.base.Lease`."""
 
     #: the row's physical address, ``"(block,line)"``
@@ -166,7 +173,7 @@ class PostgreSQLStore:
             ):
                 suspects[lane][id] = Suspect(crashes, company)
         return [
-            Taken(Lease(lane, epoch, version, Place(address)), started, suspects[lane])
+            Taken(Lease(lane, epoch, version, RowHint(address)), started, suspects[lane])
             for lane, epoch, version, address, started, _ in taken
         ]
 
@@ -180,14 +187,14 @@ class PostgreSQLStore:
         by_lane = {lease.lane: lease for lease in leases}
         parameters = {"lease_duration": lease_duration, **_fence(holder, leases)}
         return {
-            lane: by_lane[lane]._replace(version=version, hint=Place(address))
+            lane: by_lane[lane]._replace(version=version, hint=RowHint(address))
             for lane, version, address in lanes.renew(self.tables)(connection, parameters)
         }
 
     def read_lanes(self, connection: Connection, wanted: Sequence[int]) -> dict[int, LaneState]:
         return {
             lane: LaneState(
-                Lease(lane, epoch, version, Place(address)), holder, started, prefetched
+                Lease(lane, epoch, version, RowHint(address)), holder, started, prefetched
             )
             for lane, epoch, version, address, holder, started, prefetched in lanes.read_lanes(
                 self.tables
@@ -202,7 +209,7 @@ class PostgreSQLStore:
 
     def exchange(self, connection: Connection, holder: UUID, request: Exchange) -> Exchanged:
         asked = {lane.lease.lane: lane.lease for lane in request.lanes}
-        places = [cast(Place, lease.hint) for lease in asked.values()]
+        places = [cast(RowHint, lease.hint) for lease in asked.values()]
         kept = [*request.started, *request.prefetched]
         parameters = {
             "holder": holder,
@@ -326,6 +333,41 @@ class PostgreSQLStore:
         moved = outcomes.requeue(self.tables)(connection, {"ids": array_literal(ids)})
         return {id for _, id in moved}
 
+    # -- retention -----------------------------------------------------------------------------
+
+    def purge_events(
+        self, connection: Connection, start: UUID, age: float, limit: int
+    ) -> PurgedEvents:
+        retention.fit_transaction()(connection, {})
+        page = {"start": start, "age": age, "limit": limit}
+        [(seen, old, last, locked)] = retention.lock_page(self.tables)(connection, page)
+        removed = 0
+        if locked:
+            [(removed,)] = retention.remove(self.tables)(connection, {"ids": locked})
+        whole = seen == limit and last != _LAST_ID
+        following = UUID(int=last.int + 1) if whole else None
+        return PurgedEvents(removed, len(locked) - removed, old - len(locked), following)
+
+    def purge_dead(
+        self, connection: Connection, after: Place | None, age: float, limit: int
+    ) -> PurgedRows:
+        return _purge(retention.remove_dead(self.tables), connection, after, age, limit)
+
+    def purge_completed(
+        self, connection: Connection, after: Place | None, age: float, limit: int
+    ) -> PurgedRows:
+        return _purge(retention.remove_completed(self.tables), connection, after, age, limit)
+
+
+def _purge(
+    statement: Prepared, connection: Connection, after: Place | None, age: float, limit: int
+) -> PurgedRows:
+    retention.fit_transaction()(connection, {})
+    place = (after or _BEFORE_ALL)._asdict()
+    for removed, moment, id in statement(connection, {**place, "age": age, "limit": limit}):
+        return PurgedRows(removed, Place(moment, id) if removed == limit else None)
+    return PurgedRows(0, None)
+
 
 def _renewed(lease: Lease, address: str) -> Lease:
     """*lease* after an exchange that left its row at *address*.
@@ -333,10 +375,10 @@ def _renewed(lease: Lease, address: str) -> Lease:
     A row that moved to another page although that was tidied has dead versions that somebody's old
     snapshot still needs. Walking over them all to find that out again is then put off.
     """
-    old = cast(Place, lease.hint)
+    old = cast(RowHint, lease.hint)
     moved = address.partition(",")[0] != old.address.partition(",")[0]
     useless = moved and not old.untidied
-    place = Place(address, _UNTIDIED if useless else max(0, old.untidied - 1))
+    place = RowHint(address, _UNTIDIED if useless else max(0, old.untidied - 1))
     return lease._replace(version=lease.version + 1, hint=place)
 
 
