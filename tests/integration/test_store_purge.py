@@ -92,7 +92,7 @@ def impatient(bench: Bench) -> Connection:
 @contextmanager
 def before(target: Any, words: str, act: Callable[[], object]) -> Iterator[None]:
     """*act* once, just before *target*, a connection or engine, sends a statement with *words*."""
-    acted = []
+    acted: list[bool] = []
 
     def look(conn: object, cursor: object, statement: str, *more: object) -> None:
         if words in statement and not acted:
