@@ -1,4 +1,4 @@
-"""The README does what it says."""
+"""The README and the pages in docs do what they say."""
 
 from __future__ import annotations
 
@@ -13,14 +13,24 @@ from typing import Any
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
+import pytest
+
 from tests.support.processes import Process
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+README = ROOT / "README.md"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(language: str, page: Path = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+#: Every block of Python in docs, by its page and its place there. Each runs on its own.
+PROGRAMS = {
+    f"{page.stem}-{n}": block
+    for page in sorted((ROOT / "docs").glob("*.md"))
+    for n, block in enumerate(blocks("python", page))
+}
 
 
 def test_the_quick_start_runs(empty_database_url: str, tmp_path: Path) -> None:
@@ -68,3 +78,13 @@ def test_the_test_command_is_the_one_that_the_build_runs() -> None:
     commands = blocks("sh")[1].split("\n")
     assert "make test" in commands
     assert "make test" in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_programs_in_docs_run(program: str, database_url: str, tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAMS[program]],
+        cwd=tmp_path,
+        env={**os.environ, "RELAYBUS_URL": database_url},
+        check=True,
+    )
