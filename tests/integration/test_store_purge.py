@@ -210,6 +210,22 @@ def test_dead_letters_go_only_if_asked_and_by_their_own_age(bench: Bench) -> Non
     assert result == PurgeResult(events=7, dead=2)
 
 
+def test_a_page_of_dead_letters_begins_after_the_one_before(bench: Bench) -> None:
+    """Not with the dead entries of the index that the one before has left."""
+    for n in range(4):
+        bury(bench, 1, age=WEEK - timedelta(hours=n))
+    first = bench.parked()[0]
+    purger = bench.connect()
+    page = bench.store.purge_dead(purger, None, DAY.total_seconds(), 2)
+    purger.rollback()
+    assert page.last is not None
+    assert page.last.id == bench.parked()[1]
+    assert bench.store.purge_dead(purger, page.last, DAY.total_seconds(), 1).removed == 1
+    purger.commit()
+    assert len(bench.parked()) == 3
+    assert bench.parked()[:2] == [first, page.last.id]
+
+
 def test_what_is_parked_and_not_dead_is_no_dead_letter(bench: Bench) -> None:
     published(bench)
     holder = taken(bench)
@@ -372,7 +388,7 @@ def test_an_event_that_is_just_published_again_is_stepped_over(bench: Bench) -> 
 def test_an_event_published_again_before_the_locks_stays(
     bench: Bench, database_url: str, isolation: Any
 ) -> None:
-    """Whatever the isolation of the application's engine is."""
+    """Whatever the isolation of the application's engine is: the later statement sees it."""
     id = uuid4()
     store_events(bench, id)
     again = new_event(KEY, id=id, handlers=("a", "b"))
@@ -576,12 +592,9 @@ def test_the_queue_is_read_once_a_page_and_all_else_directly(bench: Bench, stati
         purger.commit()
     locks, removes, buries = plans.values()
     queues = {"relaybus_deliveries", "relaybus_parked"}
-    assert locks.paths() == {
-        ("relaybus_events", "relaybus_events_pkey"),
-        ("relaybus_events", "Tid Scan"),
-    }, locks
+    assert locks.paths() == {("relaybus_events", "relaybus_events_pkey")}, locks
     assert locks.removed == 0
-    assert locks.buffers < 5000, locks
+    assert locks.buffers < 8000, locks
     for scan in removes.scans():
         if scan["Relation Name"] in queues:
             assert scan["Node Type"] == "Seq Scan", removes

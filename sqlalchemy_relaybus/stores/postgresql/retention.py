@@ -66,23 +66,27 @@ def lock_page(tables: Tables) -> Prepared:
     ``FOR UPDATE`` conflicts with the lock by which a publisher adds deliveries to a stored event
     (``publish.lock_events``), so from here to the end of the transaction nobody adds one.
     ``SKIP LOCKED``: a publisher that is at it already keeps its event; neither it nor anybody else
-    is waited for, so no deadlock has purges in it and two of them share the work. Whether an event
-    has deliveries is not asked here: this snapshot is older than the locks. Old events that
-    are not done yet are locked in vain (60 bytes of log each); there are few, as a retention is
-    longer than a queue.
+    is waited for, so no deadlock has purges in it and two of them share the work. By id and not by
+    address: an event that was changed since the snapshot is locked in its newest version, which
+    servers of different releases do not agree on where it is found by its address.
+
+    Whether an event has deliveries is not asked here: this snapshot is older than the locks. Old
+    events that are not done yet are locked in vain (60 bytes of log each); there are few, as a
+    retention is longer than a queue.
     """
     events = tables.events
     page = (
-        select(events.c.id, address(events), _is_old(events.c.created_at).label("old"))
+        select(events.c.id, _is_old(events.c.created_at).label("old"))
         .where(events.c.id >= bindparam("start", type_=Uuid))
         .order_by(events.c.id)
         .limit(bindparam("limit", type_=Integer))
         .cte("page")
         .prefix_with("MATERIALIZED")
     )
+    old = func.array(select(page.c.id).where(page.c.old).scalar_subquery())
     locked = (
         select(events.c.id)
-        .where(rows_at(events, select(page.c.address).where(page.c.old)))
+        .where(events.c.id == func.any(old))
         .with_for_update(of=events, skip_locked=True)
         .cte("locked")
         .prefix_with("MATERIALIZED")
