@@ -219,3 +219,4 @@ def test_a_suspect_that_is_gone_is_forgotten_and_one_that_waits_is_not(bench: Be
     assert new.complete(completed)
     assert new.park(parked(waits, charge=0)) == {waits.id}
     assert last.take(LANE)[LANE].suspects == {waits.id: Suspect(1, 1000)}
+    assert bench.suspects() == {waits.id: Suspect(1, 1000)}

@@ -234,17 +234,21 @@ def suspects(tables: Tables) -> Prepared:
     """The suspects of lanes just taken that are still there, in the takeover's transaction.
 
     A later statement than the one that locked the lanes: suspects are written by takers alone, so
-    this snapshot has them all.
+    this snapshot has them all. One whose delivery is gone is removed.
     """
     suspects = tables.suspects
-    still_there = (
-        exists().where(table.c.lane == suspects.c.lane, table.c.id == suspects.c.id)
-        for table in (tables.deliveries, tables.parked)
-    )
-    return Prepared(
-        select(suspects.c.lane, suspects.c.id, suspects.c.crashes, suspects.c.company).where(
-            suspects.c.lane == func.any(array("lanes", SmallInteger())), or_(*still_there)
+    mine = suspects.c.lane == func.any(array("lanes", SmallInteger()))
+    there = or_(
+        *(
+            exists().where(table.c.lane == suspects.c.lane, table.c.id == suspects.c.id)
+            for table in (tables.deliveries, tables.parked)
         )
+    )
+    gone = delete(suspects).where(mine, ~there).cte("gone")
+    return Prepared(
+        select(suspects.c.lane, suspects.c.id, suspects.c.crashes, suspects.c.company)
+        .where(mine, there)
+        .add_cte(gone)
     )
 
 
