@@ -246,7 +246,12 @@ class RelayBus(Router):
             key,
             codec.encode_headers(headers, original),
         )
-        return NewEvent(event, handlers, wait, id is not None, moment)
+        passing = [
+            name
+            for name in handlers
+            if name in self._handlers and self._handlers[name].on_delayed == "skip"
+        ]
+        return NewEvent(event, handlers, wait, id is not None, moment, passing)
 
 
 def _is_async_connection(target: object) -> bool:

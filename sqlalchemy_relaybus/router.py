@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, overload
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, get_args, overload
 
 from sqlalchemy.orm import scoped_session, sessionmaker
 
@@ -18,6 +18,10 @@ from .retry import Exponential, RetryPolicy
 
 #: Makes a session: a sessionmaker, or an async_sessionmaker for coroutine functions.
 SessionFactory: TypeAlias = Callable[..., Any]
+#: skip: later events of the key go on. block: they wait until the dead one is requeued, discarded
+#: or released. park: likewise, and they are set aside, out of the ready ones.
+OnDead = Literal["skip", "block", "park"]
+OnDelayed = Literal["block", "skip"]
 F = TypeVar("F", bound=Callable[..., Any])
 Mode = Literal["at_least_once", "transactional"]
 MODES = ("at_least_once", "transactional")
@@ -36,6 +40,9 @@ class Handler:
     timeout: float | None
     session_factory: SessionFactory | None
     injection: Injection
+    #: what a dead one does to later events of its key, and one that is delayed or snoozed
+    on_dead: OnDead = "skip"
+    on_delayed: OnDelayed = "block"
 
     @property
     def transactional(self) -> bool:
@@ -115,6 +122,8 @@ class Router:
         retry: RetryPolicy | None = ...,
         timeout: timedelta | float | None = ...,
         session_factory: SessionFactory | None = ...,
+        on_dead: OnDead = ...,
+        on_delayed: OnDelayed = ...,
     ) -> Callable[[F], F]: ...
 
     @overload
@@ -129,6 +138,8 @@ class Router:
         retry: RetryPolicy | None = None,
         timeout: timedelta | float | None = None,
         session_factory: SessionFactory | None = None,
+        on_dead: OnDead = "skip",
+        on_delayed: OnDelayed = "block",
     ) -> Callable[[F], F]:
         """Register the decorated function for events of the given *types*.
 
@@ -137,6 +148,12 @@ class Router:
         ``Exponential()``); *timeout* (seconds) ends an attempt that takes longer. In the mode
         ``"transactional"`` the function takes a ``Session`` or ``Connection``, and what it writes
         there commits together with the delivery's completion.
+
+        *on_dead* and *on_delayed* say what becomes of later events of the same key while one is in
+        the dead letters, delayed or snoozed: with ``"skip"`` they go on, with ``"block"`` they wait
+        for it, with ``"park"`` they are set aside as well until it is requeued, discarded or
+        released (:mod:`~sqlalchemy_relaybus.admin`). While one is to be tried again they always
+        wait.
 
         Raises :class:`DuplicateHandlerError` for a name that is taken and
         :class:`HandlerSignatureError` for parameters that cannot be filled.
@@ -154,6 +171,15 @@ class Router:
             raise ConfigurationError(
                 f"handler {name!r}: the mode must be one of {', '.join(MODES)}, not {shown(mode)}"
             )
+        for choice, value, known in (
+            ("on_dead", on_dead, get_args(OnDead)),
+            ("on_delayed", on_delayed, get_args(OnDelayed)),
+        ):
+            if value not in known:
+                raise ConfigurationError(
+                    f"handler {name!r}: {choice} must be one of {', '.join(known)}, "
+                    f"not {shown(value)}"
+                )
         if session_factory is not None:
             if mode != "transactional":
                 raise ConfigurationError(
@@ -197,6 +223,8 @@ class Router:
                 limit,
                 session_factory,
                 injection,
+                on_dead,
+                on_delayed,
             )
             for type_ in types:
                 self._add_routes(type_, [name])

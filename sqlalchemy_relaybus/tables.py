@@ -119,7 +119,8 @@ class Tables:
             self.deliveries, autovacuum_vacuum_scale_factor="0.02", autovacuum_vacuum_cost_delay="0"
         )
 
-        #: What is not to be claimed now: delayed, retrying, snoozed, dead, of no known handler.
+        #: What is not to be claimed now: delayed, retrying, snoozed, dead, of no known handler, or
+        #: behind one of these in its key.
         #: Out of the range that claims scan, so that any number of them costs a claim nothing.
         self.parked = Table(
             name("parked"),
@@ -142,7 +143,7 @@ class Tables:
             Column("last_error", Text),
             primary_key("parked", "lane", "id"),
             CheckConstraint(
-                "status IN ('delayed', 'retrying', 'snoozed', 'dead', 'unhandled')",
+                "status IN ('delayed', 'retrying', 'snoozed', 'dead', 'unhandled', 'behind')",
                 name=conv(name("parked_status_check")),
             ),
         )
@@ -171,6 +172,15 @@ class Tables:
             self.parked.c.handler,
             self.parked.c.id,
             postgresql_where=self.parked.c.status == text("'unhandled'"),
+        )
+
+        Index(
+            name("parked_behind_idx"),
+            self.parked.c.lane,
+            self.parked.c.handler,
+            self.parked.c.key,
+            self.parked.c.id,
+            postgresql_where=self.parked.c.status == text("'behind'"),
         )
 
         #: The leases. Unchanging columns first: an update logs only what follows them. The low

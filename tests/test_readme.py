@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session
-
-import pytest
 
 from tests.support.processes import Process
 

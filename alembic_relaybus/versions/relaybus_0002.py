@@ -140,7 +140,7 @@ def _create_tables() -> None:
         sa.Column("last_error", sa.Text),
         primary_key("parked", "lane", "id"),
         sa.CheckConstraint(
-            "status IN ('delayed', 'retrying', 'snoozed', 'dead', 'unhandled')",
+            "status IN ('delayed', 'retrying', 'snoozed', 'dead', 'unhandled', 'behind')",
             name=conv(here.name("parked_status_check")),
         ),
         schema=schema,
@@ -223,6 +223,7 @@ def _create_indexes() -> None:
     )
     index("parked", "dead", "parked_at", "id", where="status = 'dead'")
     index("parked", "unhandled", "handler", "id", where="status = 'unhandled'")
+    index("parked", "behind", "lane", "handler", "key", "id", where="status = 'behind'")
     index("completed", "at", "completed_at", "id")
 
 

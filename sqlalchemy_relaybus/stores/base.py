@@ -9,7 +9,7 @@ is refused, changing nothing, once either has moved on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, NamedTuple, Protocol
@@ -33,6 +33,13 @@ class Lease(NamedTuple):
     hint: object = None
 
 
+class Pair(NamedTuple):
+    """Deliveries of one handler and key run one after another."""
+
+    handler: str
+    key: str
+
+
 class Suspect(NamedTuple):
     """A delivery that was started when its worker died, and may be what killed it."""
 
@@ -50,6 +57,8 @@ class Taken(NamedTuple):
     started: Sequence[int]
     #: by id: those of them that are still there, and whatever was suspect before
     suspects: Mapping[int, Suspect]
+    #: handlers and keys of the followers that are set aside
+    behind: Collection[Pair] = ()
 
 
 class LaneState(NamedTuple):
@@ -200,6 +209,8 @@ class NewEvent(NamedTuple):
     given_id: bool
     #: when its deliveries are due, instead of a delay; neither: at once
     available_at: datetime | None = None
+    #: those of the handlers for which later events of its key do not wait until it is due
+    passing: Sequence[str] = ()
 
     @property
     def waits(self) -> bool:
@@ -293,6 +304,34 @@ class Store(Protocol):
 
         *connection* is in no transaction and of READ COMMITTED isolation; *lease_duration* in
         seconds.
+        """
+
+    def blocked_lanes(self, connection: Connection) -> list[int]:
+        """The lanes on which a parked delivery holds back later ones of its key."""
+
+    def hold_back(
+        self,
+        connection: Connection,
+        holder: UUID,
+        leases: Sequence[Lease],
+        *,
+        parking: Sequence[str],
+        beyond: int,
+        limit: int,
+    ) -> set[tuple[int, Pair]]:
+        """Set followers of blocked keys aside, where claims do not read over them.
+
+        Of each lane the first *limit* ready deliveries are looked at, and *beyond* that wait are
+        left where they are; of the handlers in *parking* none where a dead one blocks. Returns
+        lane, handler and key of what was moved.
+        """
+
+    def let_go(
+        self, connection: Connection, pairs: Collection[tuple[int, Pair]] | None, limit: int
+    ) -> dict[tuple[int, Pair], int]:
+        """Make the first *limit* followers ready of each pair with nothing parked before them.
+
+        Of all lanes where *pairs* is ``None``. By any worker. Returns how many were moved.
         """
 
     def absolve(self, connection: Connection, holder: UUID, deliveries: Sequence[Delivery]) -> None:

@@ -244,11 +244,12 @@ def _park(handler: Handler, delivery: Delivery, error: BaseException) -> Park:
     """Where a delivery goes that did not complete."""
     text = describe(error)
     if isinstance(error, Snooze):
-        return Park(delivery, "snoozed", _storable(error.after), 0, None, True)
+        blocks = handler.on_delayed == "block"
+        return Park(delivery, "snoozed", _storable(error.after), 0, None, blocks)
     attempts = delivery.attempts + 1
     try:
         if isinstance(error, Bury) or exhausted(handler.retry, attempts):
-            return bury(delivery, text, charge=1)
+            return bury(delivery, text, charge=1, blocks=handler.on_dead != "skip")
         if isinstance(error, Retry):
             delay = error.after
         else:
@@ -274,9 +275,9 @@ def _storable(delay: float) -> float:
     return min(delay, MAX_DELAY) if delay > 0 else 0.0  # NaN: at once
 
 
-def bury(delivery: Delivery, reason: str, *, charge: int) -> Park:
-    """To the dead letters. Later deliveries of its key do not wait for a dead one."""
-    return Park(delivery, "dead", None, charge, reason, False)
+def bury(delivery: Delivery, reason: str, *, charge: int, blocks: bool) -> Park:
+    """To the dead letters. *blocks*: later deliveries of its handler and key wait for it."""
+    return Park(delivery, "dead", None, charge, reason, blocks)
 
 
 def describe(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from ..stores.base import Delivery, Exchange, Exchanged, LaneRequest, Lease, Par
 from .dispatch import Dispatcher, bury, is_exhausted
 from .failures import Failures
 from .flight import RETRY_LOCKED, Flight
+from .followers import Followers
 from .hold import LANE_IN_FLIGHT, Hold
 from .isolation import Isolation, is_culprit
 from .pace import Pace
@@ -40,6 +41,7 @@ class Exchanges:
         holds: Holds,
         flight: Flight,
         failures: Failures,
+        followers: Followers,
         isolation: Isolation,
         pace: Pace,
         dispatcher: Dispatcher,
@@ -51,6 +53,7 @@ class Exchanges:
         self._holds = holds
         self._flight = flight
         self._failures = failures
+        self._followers = followers
         self._isolation = isolation
         self._pace = pace
         self._dispatcher = dispatcher
@@ -197,6 +200,7 @@ class Exchanges:
                 delivery.hold = hold
                 hold.worked_at = now
                 hold.yielded = True
+                self._followers.began(delivery)
                 if (park := self._unfit(delivery)) is not None:
                     hold.started[delivery.id] = delivery
                     self._failures.add(park, ran=False)
@@ -217,16 +221,20 @@ class Exchanges:
     def _unfit(self, delivery: Delivery) -> Park | None:
         """Why a claimed delivery is buried instead of run."""
         if delivery.event is None:
-            return bury(delivery, "its event is gone from the events table", charge=0)
+            return bury(delivery, "its event is gone from the events table", charge=0, blocks=False)
+        handler = self._handlers[delivery.handler]
+        blocks = handler.on_dead != "skip"
         suspect = delivery.hold.suspects.get(delivery.id)
         if suspect is not None and is_culprit(suspect):
             reason = (
                 f"its worker died {suspect.crashes} times while it ran, in the end with nothing "
                 "else running"
             )
-            return bury(delivery, reason, charge=0)
-        if delivery.attempts and is_exhausted(self._handlers[delivery.handler], delivery.attempts):
-            return bury(delivery, f"{delivery.attempts} attempts are used up", charge=0)
+            return bury(delivery, reason, charge=0, blocks=blocks)
+        if delivery.attempts and is_exhausted(handler, delivery.attempts):
+            return bury(
+                delivery, f"{delivery.attempts} attempts are used up", charge=0, blocks=blocks
+            )
         return None
 
     # -- unknown outcomes ----------------------------------------------------------------------

@@ -13,6 +13,7 @@ from sqlalchemy.exc import DBAPIError
 from ..exc import LostLeaseError, first_line
 from ..stores.base import Delivery, Park, Store
 from .flight import RETRY_LOCKED, Flight
+from .followers import Followers
 from .hold import Hold
 
 log = logging.getLogger("sqlalchemy_relaybus.worker")
@@ -30,11 +31,13 @@ class Failures:
         store: Store,
         holder: UUID,
         flight: Flight,
+        followers: Followers,
         unblock: Callable[[Iterable[Delivery]], None],
     ) -> None:
         self._store = store
         self._holder = holder
         self._flight = flight
+        self._followers = followers
         self._unblock = unblock
         self._parks: dict[int, Park] = {}
         #: buried without having run: nothing of their keys was blocked for them
@@ -106,7 +109,9 @@ class Failures:
             self._flight.drop_followers(delivery)
             delivery.hold.started.pop(delivery.id, None)
             delivery.hold.ready = True
-            if delivery.id not in parked:
+            if delivery.id in parked:
+                self._followers.failed(delivery, blocks=park.blocks)
+            else:
                 log.warning("%s", LostLeaseError(delivery.lane, delivery.id))
         self._unblock(park.delivery for park in ended if park.delivery.id not in self._unrun)
         self._unrun.difference_update(park.delivery.id for park in ended)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from typing import Literal
 from uuid import UUID
 
-from ..stores.base import Delivery, LaneState, Lease, Suspect
+from ..stores.base import Delivery, LaneState, Lease, Pair, Suspect, Taken
 
 #: Most deliveries of one lane in flight: a lane with a long queue does not take all the room.
 LANE_IN_FLIGHT = 64
@@ -17,6 +17,8 @@ class Hold:
     """What a worker knows of a lane that it holds."""
 
     __slots__ = (
+        "behind",
+        "blocked",
         "deadline",
         "draining",
         "lease",
@@ -32,12 +34,13 @@ class Hold:
         "yielded",
     )
 
-    def __init__(
-        self, lease: Lease, suspects: Mapping[int, Suspect], sent: float, lease_duration: float
-    ) -> None:
-        self.lease = lease
+    def __init__(self, taken: Taken, sent: float, lease_duration: float) -> None:
         #: deliveries that were running when a worker died, by id, until they have ended
-        self.suspects = dict(suspects)
+        self.suspects: dict[int, Suspect] = dict(taken.suspects)
+        #: handlers and keys of which followers are set aside
+        self.behind: set[Pair] = set(taken.behind)
+        #: followers of a blocked key may be waiting among the ready ones
+        self.blocked = bool(taken.behind)
         #: what may run, by id; an entry stays until its end is confirmed
         self.started: dict[int, Delivery] = {}
         #: what is claimed ahead, in claim order
@@ -52,7 +55,7 @@ class Hold:
         #: somebody has it locked: not to be asked again before (monotonic seconds)
         self.not_before = 0.0
         self.taken_at = self.worked_at = sent
-        self.renewed(lease, sent, lease_duration)
+        self.renewed(taken.lease, sent, lease_duration)
 
     def renewed(self, lease: Lease, sent: float, lease_duration: float) -> None:
         """The lease was written by a statement sent at *sent* (monotonic seconds).

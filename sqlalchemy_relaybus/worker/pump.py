@@ -27,6 +27,7 @@ from .dispatch import Dispatcher, Outcome
 from .exchanges import Exchanges
 from .failures import Failures
 from .flight import RETRY_LOCKED, Flight
+from .followers import Followers
 from .hold import Hold
 from .isolation import Isolation
 from .pace import Pace
@@ -68,7 +69,8 @@ class Pump:
         self._dispatcher = Dispatcher(handlers, settings, transactions, self._report)
         self._holds = Holds(engine, store, holder, handlers, settings)
         self._flight = Flight(handlers, settings)
-        self._failures = Failures(store, holder, self._flight, self._unblock)
+        self._followers = Followers(store, holder, self._holds, handlers.values())
+        self._failures = Failures(store, holder, self._flight, self._followers, self._unblock)
         self._isolation = Isolation(store, holder, self._flight)
         self._pace = Pace(settings)
         self._exchanges = Exchanges(
@@ -79,6 +81,7 @@ class Pump:
             self._holds,
             self._flight,
             self._failures,
+            self._followers,
             self._isolation,
             self._pace,
             self._dispatcher,
@@ -209,6 +212,7 @@ class Pump:
                 self._enlist_at = now + min(ENLIST, self._settings.lease_duration / 3)
                 self._holds.enlist(connection)
             self._look(connection, now)
+            self._followers.tend(connection, now)
         wait = self._exchange_if_due(connection)
         self._isolation.absolve(connection, now)
         if self._stop_by is None:

@@ -215,16 +215,16 @@ class Holds:
                 connection, self._holder, wanted, limit, self._settings.lease_duration
             )
         self._strays = strays
-        for lease, started, suspects in taken:
-            hold = Hold(lease, suspects, sent, self._settings.lease_duration)
-            self._lanes[lease.lane] = hold
-            if lease.lane not in self._rotation:  # from when it was held before
-                self._rotation.append(lease.lane)
-            if started:
+        for each in taken:
+            lane = each.lease.lane
+            self._lanes[lane] = Hold(each, sent, self._settings.lease_duration)
+            if lane not in self._rotation:  # from when it was held before
+                self._rotation.append(lane)
+            if each.started:
                 log.warning(
                     "took over lane %d, whose holder died or stalled with %d deliveries started",
-                    lease.lane,
-                    len(started),
+                    lane,
+                    len(each.started),
                 )
         if all:
             self._growth = min(self._growth * 2, LANES)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 from sqlalchemy import Connection, Engine, text
 
-from sqlalchemy_relaybus.stores.base import Delivery
+from sqlalchemy_relaybus.stores.base import Delivery, Pair
 from tests.support.plans import DIRECT, Plan, Planner, caught
 from tests.support.stores import EXPIRED, Bench, Holder, key_on, new_event, parked
 
@@ -32,6 +32,13 @@ SELECT CAST(lpad(to_hex(n), 32, '0') AS uuid), CASE WHEN n % 2 = 0 THEN n / 2 % 
   'a', 'parked-' || n % 2500, n % 10 <> 0, CASE WHEN n % 10 = 0 THEN 'dead' ELSE 'retrying' END,
   CASE WHEN n % 10 <> 0 THEN now() + CASE WHEN n % 100 = 1 THEN -1 ELSE 1 END * interval '1 h' END
 FROM generate_series(1, :waiting) AS n;
+
+INSERT INTO relaybus_parked (event_id, lane, handler, key, blocks, status)
+SELECT CAST(lpad(to_hex(n), 32, '0') AS uuid), n % 256, 'a', 'behind-' || n % 256, true, 'behind'
+FROM generate_series(1, :waiting / 2) AS n;
+
+INSERT INTO relaybus_suspects (lane, id, crashes, company)
+SELECT lane, id, 1, 1 FROM relaybus_parked WHERE id % 5 = 0;
 
 INSERT INTO relaybus_deliveries (event_id, lane, handler, key)
 SELECT CAST(lpad(to_hex(:waiting + n), 32, '0') AS uuid), n % 256, 'a', 'key-' || n % 5000
@@ -75,6 +82,7 @@ BY_KEY = {
 }
 BY_ADDRESS = {name: (f"relaybus_{name}", "Tid Scan") for name in ("deliveries", "parked", "lanes")}
 DUE = ("relaybus_parked", "relaybus_parked_due_idx")
+BEHIND = ("relaybus_parked", "relaybus_parked_behind_idx")
 BLOCKING = ("relaybus_parked", "relaybus_parked_blocks_idx")
 PUMP = {
     BLOCKING,
@@ -128,10 +136,43 @@ ACTS = {
     "suspects": Act(
         lambda holder, _: holder.take(*range(16, 24)),
         {BY_KEY["suspects"], BY_KEY["deliveries"], BY_KEY["parked"]},
-        400,
-        0,
+        500,
+        100,
         nth=3,
         on_taker=True,
+    ),
+    "behind": Act(
+        lambda holder, _: holder.take(*range(16, 24)), {BEHIND}, 200, 0, nth=4, on_taker=True
+    ),
+    "blocked lanes": Act(
+        lambda holder, _: holder.bench.store.blocked_lanes(holder.connection), {BLOCKING}, 2000, 0
+    ),
+    "hold back": Act(
+        lambda holder, _: holder.bench.store.hold_back(
+            holder.connection,
+            holder.id,
+            list(holder.leases.values()),
+            parking=["a"],
+            beyond=10,
+            limit=100,
+        ),
+        {BY_KEY["lanes"], BY_KEY["deliveries"], BY_ADDRESS["deliveries"], BLOCKING},
+        12000,
+        2000,
+    ),
+    "let go": Act(
+        lambda holder, _: holder.bench.store.let_go(
+            holder.connection, {(n, Pair("a", f"behind-{n}")) for n in range(16)}, 20
+        ),
+        {BLOCKING, BEHIND, BY_ADDRESS["parked"]},
+        6000,
+        0,
+    ),
+    "let go everywhere": Act(
+        lambda holder, _: holder.bench.store.let_go(holder.connection, None, 2),
+        {BLOCKING, BEHIND, BY_ADDRESS["parked"]},
+        12000,
+        0,
     ),
     "absolve": Act(
         lambda holder, claimed: holder.absolve(*claimed[:50]),

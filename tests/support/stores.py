@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any, Self, TypeVar
 from uuid import UUID, uuid4
 
-from sqlalchemy import Connection, Engine, Select, func, select, text
+from sqlalchemy import Connection, Engine, Select, func, select, text, update
 from sqlalchemy.exc import DBAPIError
 
 from sqlalchemy_relaybus.codec import new_event_id
@@ -210,6 +211,16 @@ class Holder:
         taken = self.bench.store.take(self.taker, self.id, lanes, limit, lease)
         self.leases.update({each.lease.lane: each.lease for each in taken})
         return {each.lease.lane: each for each in taken}
+
+    def expire(self, lane: int) -> None:
+        """Let its lease on the lane run out."""
+        lanes = self.bench.tables.lanes
+        with self.bench.engine.begin() as connection:
+            connection.execute(
+                update(lanes)
+                .where(lanes.c.lane == lane, lanes.c.holder == self.id)
+                .values(lease_expires_at=func.clock_timestamp() - timedelta(seconds=1))
+            )
 
     def begin_take(self, connection: Connection, lane: int) -> None:
         """The takeover's first statement, in a transaction that is left open."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sqlalchemy_relaybus import Event, RelayBus
 from sqlalchemy_relaybus.settings import Settings
-from sqlalchemy_relaybus.stores.base import Delivery, Lease, Store, Suspect
+from sqlalchemy_relaybus.stores.base import Delivery, Lease, Store, Suspect, Taken
 from sqlalchemy_relaybus.worker.flight import Flight
 from sqlalchemy_relaybus.worker.hold import Hold
 from sqlalchemy_relaybus.worker.isolation import Isolation, is_culprit
@@ -36,7 +36,7 @@ def hold(
 ) -> Hold:
     """A lane with *deliveries* claimed ahead, each as id, key and suspect."""
     suspects = {id: suspect for id, _, suspect in deliveries if suspect is not None}
-    hold = Hold(Lease(lane, 1, 0), suspects, 0.0, 60.0)
+    hold = Hold(Taken(Lease(lane, 1, 0), [], suspects), 0.0, 60.0)
     for id, key, _ in deliveries:
         delivery = Delivery(id, lane, 1, 0, 0, "h", key, None)
         delivery.hold = hold

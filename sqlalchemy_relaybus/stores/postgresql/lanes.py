@@ -19,7 +19,6 @@ from sqlalchemy import (
     and_,
     bindparam,
     delete,
-    exists,
     func,
     literal_column,
     null,
@@ -238,16 +237,20 @@ def suspects(tables: Tables) -> Prepared:
     """
     suspects = tables.suspects
     mine = suspects.c.lane == func.any(array("lanes", SmallInteger()))
-    there = or_(
+    # subqueries with a limit: one that only asks for existence may read its whole table instead
+    there = func.coalesce(
         *(
-            exists().where(table.c.lane == suspects.c.lane, table.c.id == suspects.c.id)
+            select(literal_column("1"))
+            .where(table.c.lane == suspects.c.lane, table.c.id == suspects.c.id)
+            .limit(literal_column("1"))
+            .scalar_subquery()
             for table in (tables.deliveries, tables.parked)
         )
     )
-    gone = delete(suspects).where(mine, ~there).cte("gone")
+    gone = delete(suspects).where(mine, there.is_(None)).cte("gone")
     return Prepared(
         select(suspects.c.lane, suspects.c.id, suspects.c.crashes, suspects.c.company)
-        .where(mine, there)
+        .where(mine, there.is_not(None))
         .add_cte(gone)
     )
 

@@ -41,7 +41,7 @@ from ...tables import Tables
 from .sql import CLOCK, NOW, Prepared, address, array, rows, rows_at, run_of, seconds, unlocked
 
 
-def _held(tables: Tables, asked: FromClause) -> CTE:
+def held_lanes(tables: Tables, asked: FromClause) -> CTE:
     """The lanes of *asked* (lane, epoch) that are still the holder's, locked in lane order."""
     lanes = tables.lanes
     return (
@@ -112,7 +112,7 @@ def park(tables: Tables) -> Prepared:
             error=("errors", Text()),
         )
     ).cte("asked")
-    held = _held(tables, asked)
+    held = held_lanes(tables, asked)
     row = run_of(deliveries, asked)
     ours = (
         select(asked.c.id, row.c.address)
@@ -174,7 +174,7 @@ def absolve(tables: Tables) -> Prepared:
             id=("ids", BigInteger()),
         )
     ).cte("asked")
-    held = _held(tables, asked)
+    held = held_lanes(tables, asked)
     return Prepared(
         delete(suspects)
         .where(
@@ -198,7 +198,7 @@ def promote(tables: Tables) -> Prepared:
     asked = select(
         rows("asked", lane=("lanes", SmallInteger()), epoch=("epochs", BigInteger()))
     ).cte("asked")
-    held = _held(tables, asked)
+    held = held_lanes(tables, asked)
     due = (
         select(address(parked))
         .where(parked.c.lane == held.c.lane, parked.c.available_at <= NOW)
@@ -214,7 +214,7 @@ def promote(tables: Tables) -> Prepared:
         .prefix_with("MATERIALIZED")
     )
     those = rows_at(parked, select(chosen.c.address))
-    return Prepared(_to_ready(tables, those, fresh=False))
+    return Prepared(to_ready(tables, those, fresh=False))
 
 
 @lru_cache
@@ -229,7 +229,7 @@ def set_aside(tables: Tables) -> Prepared:
     asked = select(
         rows("asked", lane=("lanes", SmallInteger()), epoch=("epochs", BigInteger()))
     ).cte("asked")
-    held = _held(tables, asked)
+    held = held_lanes(tables, asked)
     strange = (
         select(address(deliveries))
         .where(
@@ -290,7 +290,7 @@ def reclaim(tables: Tables) -> Prepared:
         .prefix_with("MATERIALIZED")
     )
     those = rows_at(parked, select(chosen.c.address))
-    return Prepared(_to_ready(tables, those, fresh=False))
+    return Prepared(to_ready(tables, those, fresh=False))
 
 
 @lru_cache
@@ -305,10 +305,10 @@ def requeue(tables: Tables) -> Prepared:
         parked.c.status == "dead",
         parked.c.id == func.any(array("ids", BigInteger())),
     )
-    return Prepared(_to_ready(tables, dead, fresh=True))
+    return Prepared(to_ready(tables, dead, fresh=True))
 
 
-def _to_ready(tables: Tables, chosen: ColumnElement[bool], *, fresh: bool) -> ReturningInsert[Any]:
+def to_ready(tables: Tables, chosen: ColumnElement[bool], *, fresh: bool) -> ReturningInsert[Any]:
     """Delete the *chosen* parked rows and insert them as ready, in one statement."""
     deliveries, parked = tables.deliveries, tables.parked
     moved = (

@@ -156,7 +156,12 @@ def _parameters(events: Sequence[NewEvent], sequences: dict[UUID, int]) -> dict[
         "lanes": array_literal(map(_lane, each)),
         "delays": array_literal(new.delay for new in events),
         "moments": array_literal(_moment(new) for new in events),
+        "passing": _passing(events),
     }
+
+
+def _passing(events: Iterable[NewEvent]) -> list[str]:
+    return sorted({handler for new in events for handler in new.passing})
 
 
 def _moment(new: NewEvent) -> str | None:
@@ -256,7 +261,7 @@ def _deliver(tables: Tables, routes: Select[Any], delayed: bool) -> list[CTE]:
     later = select(
         *(drawn.c[name] for name in names),
         drawn.c.due,
-        literal_column("true"),
+        drawn.c.handler != func.all(bindparam("passing", type_=ARRAY(Text))),
         literal_column("'delayed'"),
     ).where(drawn.c.due.is_not(None))
     return [
@@ -360,6 +365,7 @@ def _add_handlers(
             "keys": [key for _, _, key in added],
             "delays": array_literal(new.delay for new, _, _ in added),
             "moments": array_literal(_moment(new) for new, _, _ in added),
+            "passing": _passing(known),
         }
         delayed = any(new.waits for new, _, _ in added)
         connection.execute(_extension(tables, delayed), parameters)

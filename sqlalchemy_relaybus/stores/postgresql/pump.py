@@ -34,6 +34,7 @@ from sqlalchemy import (
 from sqlalchemy.sql.elements import ColumnElement
 
 from ...tables import Tables
+from .followers import blocked
 from .sql import NO_IDS, Prepared, Tid, address, lease_end, rows, rows_at, run_of, unlocked
 
 
@@ -86,7 +87,7 @@ def exchange(tables: Tables, careful: bool) -> Prepared:
             deliveries.c.handler == func.any(bindparam("handlers", type_=ARRAY(Text))),
             # the snapshot may still show what ended since the last exchange
             deliveries.c.id.not_in(busy),
-            ~_waits(tables),
+            ~blocked(tables, deliveries),
         )
         .order_by(deliveries.c.id)
         # a cap for each lane, or two deep lanes would have all the room
@@ -245,26 +246,3 @@ def exchange(tables: Tables, careful: bool) -> Prepared:
         *(null() for _ in range(5)),
     ).select_from(claimed.join(fenced, fenced.c.lane == claimed.c.lane).outerjoin(event, true()))
     return Prepared(union_all(head, body))
-
-
-def _waits(tables: Tables) -> ColumnElement[bool]:
-    """Whether an earlier delivery of the same handler and key is parked in front of this one.
-
-    The mark on the parked row says so, never its attempts. An earlier one that is ready needs no
-    check: it comes first by its id, and the holder runs one key's deliveries one after another.
-    """
-    deliveries, parked = tables.deliveries, tables.parked
-    earlier = (
-        select(literal_column("1"))
-        .where(
-            parked.c.lane == deliveries.c.lane,
-            parked.c.handler == deliveries.c.handler,
-            parked.c.key == deliveries.c.key,
-            parked.c.key.is_not(None),
-            parked.c.blocks,
-            parked.c.id < deliveries.c.id,
-        )
-        .correlate(deliveries)
-        .exists()
-    )
-    return and_(deliveries.c.key.is_not(None), earlier)

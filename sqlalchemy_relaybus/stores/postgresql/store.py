@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, cast
 from uuid import UUID
@@ -21,6 +21,7 @@ from ..base import (
     LaneState,
     Lease,
     Live,
+    Pair,
     Park,
     Parked,
     Place,
@@ -30,7 +31,7 @@ from ..base import (
     Suspect,
     Taken,
 )
-from . import lanes, outcomes, pump, retention
+from . import followers, lanes, outcomes, pump, retention
 from .listen import can_listen, listen, notify
 from .publish import publish
 from .sql import Prepared, array_literal
@@ -172,8 +173,15 @@ class PostgreSQLStore:
                 connection, {"lanes": array_literal(suspects)}
             ):
                 suspects[lane][id] = Suspect(crashes, company)
+            behind: dict[int, set[Pair]] = {lane: set() for lane, *_ in taken}
+            for lane, handler, key in followers.behind(self.tables)(
+                connection, {"lanes": array_literal(behind)}
+            ):
+                behind[lane].add(Pair(handler, key))
         return [
-            Taken(Lease(lane, epoch, version, RowHint(address)), started, suspects[lane])
+            Taken(
+                Lease(lane, epoch, version, RowHint(address)), started, suspects[lane], behind[lane]
+            )
             for lane, epoch, version, address, started, _ in taken
         ]
 
@@ -285,6 +293,43 @@ class PostgreSQLStore:
         for id, done in outcomes.park(self.tables)(connection, parameters):
             (parked if done else seen).add(id)
         return Parked(parked, seen - parked)
+
+    def blocked_lanes(self, connection: Connection) -> list[int]:
+        return [lane for (lane,) in followers.blocked_lanes(self.tables)(connection, {})]
+
+    def hold_back(
+        self,
+        connection: Connection,
+        holder: UUID,
+        leases: Sequence[Lease],
+        *,
+        parking: Sequence[str],
+        beyond: int,
+        limit: int,
+    ) -> set[tuple[int, Pair]]:
+        parameters = {
+            "holder": holder,
+            "lanes": array_literal(lease.lane for lease in leases),
+            "epochs": array_literal(lease.epoch for lease in leases),
+            "parking": list(parking),
+            "beyond": beyond,
+            "limit": limit,
+        }
+        moved = followers.hold_back(self.tables)(connection, parameters)
+        return {(lane, Pair(handler, key)) for lane, handler, key in moved}
+
+    def let_go(
+        self, connection: Connection, pairs: Collection[tuple[int, Pair]] | None, limit: int
+    ) -> dict[tuple[int, Pair], int]:
+        parameters: dict[str, Any] = {"limit": limit}
+        if pairs is not None:
+            parameters |= {
+                "lanes": array_literal(lane for lane, _ in pairs),
+                "handlers": [pair.handler for _, pair in pairs],
+                "keys": [pair.key for _, pair in pairs],
+            }
+        moved = followers.let_go(self.tables, pairs is None)(connection, parameters)
+        return {(lane, Pair(handler, key)): count for lane, handler, key, count in moved}
 
     def absolve(self, connection: Connection, holder: UUID, deliveries: Sequence[Delivery]) -> None:
         parameters = {

@@ -1,0 +1,236 @@
+"""Followers of a blocked key: set aside while it is blocked, and let go in order.
+
+A delivery with a key waits while an earlier one of the same handler and key is parked and blocks.
+Waiting among the ready ones it costs every claim of its lane a look, so all but a few are parked
+*behind* it. No order rests on when that is done and undone: a follower is parked and blocks those
+behind it, or it is ready and in front of them by its id, and it changes over in one statement.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from sqlalchemy import (
+    ARRAY,
+    BigInteger,
+    Integer,
+    Select,
+    SmallInteger,
+    Text,
+    and_,
+    bindparam,
+    delete,
+    func,
+    insert,
+    literal_column,
+    or_,
+    select,
+    true,
+    tuple_,
+)
+from sqlalchemy.sql.elements import ColumnElement
+from sqlalchemy.sql.selectable import FromClause
+
+from ...tables import Tables
+from .outcomes import held_lanes, to_ready
+from .sql import Prepared, address, array, rows, rows_at, unlocked
+
+_BEHIND: ColumnElement[str] = literal_column("'behind'")
+
+
+def blocked(tables: Tables, delivery: FromClause) -> ColumnElement[bool]:
+    """Whether an earlier delivery of *delivery*'s handler and key is parked in front of it.
+
+    The mark on the parked row says so, never its attempts. An earlier one that is ready needs no
+    check: it comes first by its id, and the holder runs one key's deliveries one after another.
+    """
+    earlier: Select[Any] = select(literal_column("1")).where(*_in_front(tables, delivery))
+    return and_(delivery.c.key.is_not(None), earlier.correlate(delivery).exists())
+
+
+def _in_front(tables: Tables, delivery: FromClause) -> tuple[ColumnElement[bool], ...]:
+    """What a parked delivery meets that blocks *delivery*."""
+    parked = tables.parked
+    return (
+        parked.c.lane == delivery.c.lane,
+        parked.c.handler == delivery.c.handler,
+        parked.c.key == delivery.c.key,
+        parked.c.key.is_not(None),
+        parked.c.blocks,
+        parked.c.id < delivery.c.id,
+    )
+
+
+@lru_cache
+def blocked_lanes(tables: Tables) -> Prepared:
+    """Lanes with a parked delivery that blocks its key: one descent of the index for each."""
+    parked = tables.parked
+    blocking = (
+        select(parked.c.lane)
+        .where(parked.c.blocks, parked.c.key.is_not(None))
+        .order_by(parked.c.lane, parked.c.handler, parked.c.key, parked.c.id)
+        .limit(literal_column("1"))
+    )
+    first = blocking.subquery("first")
+    found = select(first.c.lane).cte("found", recursive=True)
+    following = blocking.where(parked.c.lane > found.c.lane).lateral("following")
+    found = found.union_all(select(following.c.lane).select_from(found.join(following, true())))
+    return Prepared(select(found.c.lane))
+
+
+@lru_cache
+def hold_back(tables: Tables) -> Prepared:
+    """Park followers of blocked keys *behind* what blocks them.
+
+    By the lane's holder, fenced: whoever else believes to hold the lane must not take a delivery
+    away that runs. What waits is in flight nowhere, since no claim takes it. Deleted and inserted
+    in one statement, the row is never in both places or in neither. ``SKIP LOCKED``: one that
+    somebody else has locked is left where it is.
+    """
+    deliveries, parked = tables.deliveries, tables.parked
+    asked = select(
+        rows("asked", lane=("lanes", SmallInteger()), epoch=("epochs", BigInteger()))
+    ).cte("asked")
+    mine = held_lanes(tables, asked)
+    front = (
+        select(
+            address(deliveries),
+            deliveries.c.lane,
+            deliveries.c.id,
+            deliveries.c.handler,
+            deliveries.c.key,
+        )
+        .where(deliveries.c.lane == mine.c.lane)
+        .order_by(deliveries.c.id)
+        .limit(bindparam("limit", type_=Integer))
+        .lateral("front")
+    )
+    blocker = (
+        select(parked.c.status)
+        .where(*_in_front(tables, front))
+        .order_by(parked.c.id)
+        .limit(literal_column("1"))
+        .lateral("blocker")
+    )
+    waiting = (
+        select(
+            front.c.address,
+            func.row_number().over(partition_by=front.c.lane, order_by=front.c.id).label("n"),
+            and_(
+                front.c.handler == func.any(bindparam("parking", type_=ARRAY(Text))),
+                blocker.c.status == literal_column("'dead'"),
+            ).label("parks"),
+        )
+        .select_from(mine.join(front, true()).join(blocker, true()))
+        .cte("waiting")
+        .prefix_with("MATERIALIZED")
+    )
+    free = unlocked(
+        deliveries,
+        select(waiting.c.address).where(
+            or_(waiting.c.n > bindparam("beyond", type_=Integer), waiting.c.parks)
+        ),
+    )
+    gone = (
+        delete(deliveries)
+        .where(rows_at(deliveries, select(free.c.address)))
+        .returning(*deliveries.c)
+        .cte("gone")
+    )
+    names = ["id", "event_id", "attempts", "claims", "lane", "handler", "key", "last_error"]
+    moved = (
+        insert(parked)
+        .from_select(
+            [*names, "blocks", "status"],
+            select(*(gone.c[name] for name in names), literal_column("true"), _BEHIND),
+            include_defaults=False,
+        )
+        .returning(parked.c.lane, parked.c.handler, parked.c.key)
+        .cte("moved")
+    )
+    return Prepared(select(moved.c.lane, moved.c.handler, moved.c.key).distinct())
+
+
+@lru_cache
+def let_go(tables: Tables, everywhere: bool) -> Prepared:
+    """Make the first followers ready of pairs that nothing blocks any more.
+
+    By any worker, fenced by nothing: see the module. What blocks a pair is its first parked
+    delivery; where that is a follower itself, nothing does. If that changes after this statement's
+    snapshot the rows are ready and wait, as they did before they were set aside. ``SKIP LOCKED``:
+    two at once move different rows, and those of the second wait for the first to commit, since
+    until then they see the rows of the first parked in front of them.
+    """
+    parked = tables.parked
+    if everywhere:
+        behind = (
+            select(parked.c.lane, parked.c.handler, parked.c.key)
+            .where(parked.c.status == _BEHIND)
+            .order_by(parked.c.lane, parked.c.handler, parked.c.key)
+            .limit(literal_column("1"))
+        )
+        first = behind.subquery("first")
+        pairs = select(first).cte("pairs", recursive=True)
+        last = tuple_(pairs.c.lane, pairs.c.handler, pairs.c.key)
+        following = behind.where(
+            tuple_(parked.c.lane, parked.c.handler, parked.c.key) > last
+        ).lateral("following")
+        pairs = pairs.union_all(select(following).select_from(pairs.join(following, true())))
+    else:
+        pairs = select(
+            rows(
+                "asked",
+                lane=("lanes", SmallInteger()),
+                handler=("handlers", Text()),
+                key=("keys", Text()),
+            )
+        ).cte("pairs")
+    of_pair = and_(
+        parked.c.lane == pairs.c.lane,
+        parked.c.handler == pairs.c.handler,
+        parked.c.key == pairs.c.key,
+    )
+    front = (
+        select(parked.c.status)
+        .where(of_pair, parked.c.blocks, parked.c.key.is_not(None))
+        .order_by(parked.c.id)
+        .limit(literal_column("1"))
+        .lateral("front")
+    )
+    followers = (
+        select(address(parked))
+        .where(of_pair, parked.c.status == _BEHIND)
+        .order_by(parked.c.id)
+        .limit(bindparam("limit", type_=Integer))
+        .with_for_update(of=parked, skip_locked=True)
+        .lateral("followers")
+    )
+    chosen = (
+        select(followers.c.address)
+        .select_from(pairs.join(front, front.c.status == _BEHIND).join(followers, true()))
+        .cte("chosen")
+        .prefix_with("MATERIALIZED")
+    )
+    ready = to_ready(tables, rows_at(parked, select(chosen.c.address)), fresh=False)
+    deliveries = tables.deliveries
+    moved = ready.returning(deliveries.c.handler, deliveries.c.key).cte("released")
+    return Prepared(
+        select(moved.c.lane, moved.c.handler, moved.c.key, func.count()).group_by(
+            moved.c.lane, moved.c.handler, moved.c.key
+        )
+    )
+
+
+@lru_cache
+def behind(tables: Tables) -> Prepared:
+    """The pairs of lanes just taken that have followers set aside."""
+    parked = tables.parked
+    return Prepared(
+        select(parked.c.lane, parked.c.handler, parked.c.key)
+        .where(
+            parked.c.lane == func.any(array("lanes", SmallInteger())),
+            parked.c.status == _BEHIND,
+        )
+        .distinct()
+    )

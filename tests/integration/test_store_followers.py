@@ -1,0 +1,206 @@
+"""Followers of a blocked key: set aside where claims do not read, and let go in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import Engine, select, update
+
+from sqlalchemy_relaybus.stores.base import Delivery, Pair, ParkedStatus
+from tests.support.stores import (
+    Bench,
+    Holder,
+    ids,
+    key_on,
+    new_event,
+    parked,
+)
+
+LANE = 7
+KEY = key_on(LANE)
+PAIR = Pair("a", KEY)
+
+
+@pytest.fixture
+def bench(engine: Engine) -> Iterator[Bench]:
+    with Bench(engine) as bench:
+        yield bench
+
+
+def behind(bench: Bench) -> list[int]:
+    table = bench.tables.parked
+    query = select(table.c.id).where(table.c.status == "behind").order_by(table.c.id)
+    return [id for (id,) in bench.read(query)]
+
+
+def hold_back(
+    holder: Holder, *, beyond: int = 0, limit: int = 1000, parking: tuple[str, ...] = ()
+) -> set[tuple[int, Pair]]:
+    return holder.bench.store.hold_back(
+        holder.connection,
+        holder.id,
+        list(holder.leases.values()),
+        parking=parking,
+        beyond=beyond,
+        limit=limit,
+    )
+
+
+def let_go(
+    holder: Holder, limit: int = 1000, *, everywhere: bool = False
+) -> dict[tuple[int, Pair], int]:
+    pairs = None if everywhere else {(LANE, PAIR)}
+    return dict(holder.bench.store.let_go(holder.connection, pairs, limit))
+
+
+def blocked(
+    bench: Bench, followers: int, *, status: ParkedStatus = "retrying"
+) -> tuple[Holder, Delivery]:
+    """A holder of the lane, and the parked head of a key with *followers*."""
+    holder = bench.holder("a")
+    bench.publish(*(new_event(KEY, handlers=("a",)) for _ in range(1 + followers)))
+    holder.take(LANE)
+    [head] = holder.exchange(limit=1).startable
+    delay = None if status == "dead" else 3600
+    assert holder.park(parked(head, status, delay=delay)) == {head.id}
+    return holder, head
+
+
+def free(bench: Bench, head: Delivery) -> None:
+    """Nothing is blocked by *head* any more."""
+    table = bench.tables.parked
+    with bench.engine.begin() as connection:
+        connection.execute(update(table).where(table.c.id == head.id).values(blocks=False))
+
+
+def test_all_but_a_few_are_set_aside_the_lowest_stay(bench: Bench) -> None:
+    holder, _ = blocked(bench, 10)
+    other = new_event(key_on(LANE, 1), handlers=("a",))
+    bench.publish(other)
+    before = bench.deliveries()
+    assert hold_back(holder, beyond=3) == {(LANE, PAIR)}
+    assert behind(bench) == before[3:10]
+    assert bench.deliveries() == [*before[:3], before[10]]
+    assert ids(holder.claim()) == [before[10]]
+
+
+def test_no_more_are_looked_at_than_asked_for(bench: Bench) -> None:
+    holder, _ = blocked(bench, 10)
+    before = bench.deliveries()
+    hold_back(holder, limit=4)
+    assert behind(bench) == before[:4]
+
+
+def test_what_waits_for_nothing_stays(bench: Bench) -> None:
+    holder = bench.holder("a")
+    bench.publish(*(new_event(KEY, handlers=("a",)) for _ in range(5)))
+    holder.take(LANE)
+    assert hold_back(holder) == set()
+    assert len(bench.deliveries()) == 5
+
+
+def test_a_zombie_sets_nothing_aside(bench: Bench) -> None:
+    """The new holder may be running what it believes to be waiting."""
+    zombie, _ = blocked(bench, 3)
+    holder = bench.holder("a")
+    zombie.expire(LANE)
+    holder.take(LANE)
+    before = bench.contents()
+    assert hold_back(zombie) == set()
+    assert bench.contents() == before
+    assert hold_back(holder) == {(LANE, PAIR)}
+
+
+def test_a_row_that_somebody_has_locked_is_left_where_it_is(bench: Bench) -> None:
+    holder, _ = blocked(bench, 3)
+    before = bench.deliveries()
+    with bench.connect() as other:
+        bench.lock_delivery(other, before[1])
+        hold_back(holder)
+    assert bench.deliveries() == [before[1]]
+    assert behind(bench) == [before[0], before[2]]
+    assert holder.claim() == []  # it waits for the one in front of it
+
+
+def test_later_ones_wait_behind_those_that_are_set_aside(bench: Bench) -> None:
+    holder, head = blocked(bench, 3)
+    hold_back(holder)
+    bench.publish(new_event(KEY, handlers=("a",)))
+    free(bench, head)
+    assert holder.claim() == []
+    first = behind(bench)
+    assert let_go(holder, 2) == {(LANE, PAIR): 2}
+    assert ids(holder.claim()) == first[:2]
+    assert let_go(holder) == {(LANE, PAIR): 1}
+    assert len(bench.deliveries()) == 4
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_nothing_is_let_go_behind_what_blocks(bench: Bench, everywhere: bool) -> None:
+    holder, head = blocked(bench, 3)
+    hold_back(holder)
+    assert let_go(holder, everywhere=everywhere) == {}
+    free(bench, head)
+    assert let_go(holder, everywhere=everywhere) == {(LANE, PAIR): 3}
+    assert let_go(holder, everywhere=everywhere) == {}
+    assert behind(bench) == []
+
+
+def test_everywhere_means_every_lane_handler_and_key(bench: Bench) -> None:
+    holder = bench.holder("a", "b")
+    keys = [KEY, key_on(LANE, 1), key_on(LANE + 1)]
+    bench.publish(*(new_event(key, handlers=("a", "b")) for key in keys for _ in range(3)))
+    holder.take(LANE, LANE + 1)
+    heads = {(d.handler, d.key): d for d in reversed(holder.claim())}
+    assert len(heads) == 6
+    assert len(holder.park(*(parked(head) for head in heads.values()))) == 6
+    assert len(hold_back(holder)) == 6
+    assert bench.deliveries() == []
+    for head in list(heads.values())[:4]:
+        free(bench, head)
+    assert sum(let_go(holder, everywhere=True).values()) == 8
+    assert len(behind(bench)) == 4
+
+
+def test_two_that_let_go_at_once_keep_the_order(bench: Bench) -> None:
+    """The second moves later rows, which wait until the first has committed."""
+    holder, head = blocked(bench, 6)
+    hold_back(holder)
+    free(bench, head)
+    first = behind(bench)
+    with bench.connect() as one:
+        assert bench.store.let_go(one, {(LANE, PAIR)}, 2) == {(LANE, PAIR): 2}
+        assert let_go(holder, 2) == {(LANE, PAIR): 2}
+        assert bench.deliveries() == first[2:4]
+        assert holder.claim() == []
+        one.commit()
+    assert ids(holder.claim()) == first[:4]
+
+
+def test_of_a_parking_handler_none_stays_behind_a_dead_one(bench: Bench) -> None:
+    holder, _ = blocked(bench, 3, status="dead")
+    assert hold_back(holder, beyond=64) == set()
+    assert hold_back(holder, beyond=64, parking=("a",)) == {(LANE, PAIR)}
+    assert len(behind(bench)) == 3
+
+
+def test_of_a_parking_handler_some_stay_behind_one_that_is_tried_again(bench: Bench) -> None:
+    holder, _ = blocked(bench, 3)
+    assert hold_back(holder, beyond=64, parking=("a",)) == set()
+
+
+def test_the_next_holder_knows_what_is_set_aside(bench: Bench) -> None:
+    holder, _ = blocked(bench, 3)
+    hold_back(holder)
+    holder.expire(LANE)
+    assert bench.holder("a").take(LANE)[LANE].behind == {PAIR}
+
+
+def test_the_lanes_on_which_a_key_is_blocked(bench: Bench) -> None:
+    holder, head = blocked(bench, 1)
+    unkeyed = new_event(None, handlers=("a",))
+    bench.publish(unkeyed)
+    assert bench.store.blocked_lanes(holder.connection) == [LANE]
+    free(bench, head)
+    assert bench.store.blocked_lanes(holder.connection) == []
