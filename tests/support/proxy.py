@@ -12,15 +12,21 @@ from sqlalchemy import make_url
 
 
 class Proxy:
-    """Listens on a Unix socket in *directory* and passes on to the server behind *url*."""
+    """Listens on a Unix socket in *directory* and passes on to the server behind *url*.
+
+    Whether that server is reached by a Unix socket or over TCP: what is cut is never encrypted.
+    """
 
     def __init__(self, url: str, directory: Path) -> None:
         target = make_url(url)
-        host, port = str(target.query["host"]), str(target.query.get("port", "5432"))
-        self._target = f"{host}/.s.PGSQL.{port}"
-        self.url = target.update_query_dict({"host": str(directory)}).render_as_string(
-            hide_password=False
+        host = str(target.query.get("host") or target.host or "127.0.0.1")
+        port = int(str(target.query.get("port") or target.port or 5432))
+        #: of the server: a Unix socket in a directory, or a host and its port
+        self._target = f"{host}/.s.PGSQL.{port}" if host.startswith("/") else (host, port)
+        behind = target.set(host=None, port=None).update_query_dict(
+            {"host": str(directory), "port": str(port)}
         )
+        self.url = behind.render_as_string(hide_password=False)
         self._lock = threading.Lock()
         self._cut: bytes | None = None
         self._stalled = threading.Event()
@@ -48,13 +54,19 @@ class Proxy:
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
 
+    def _connect(self) -> socket.socket:
+        if not isinstance(self._target, str):
+            return socket.create_connection(self._target)
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        server.connect(self._target)
+        return server
+
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                server = self._connect()
                 self._sockets += [client, server]
-                server.connect(self._target)
                 doomed = threading.Event()
                 for ends in ((client, server), (server, client)):
                     threading.Thread(
