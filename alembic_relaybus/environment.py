@@ -22,7 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.schema import CreateSchema
 
 from alembic_relaybus.options import DEFAULT_PREFIX, Options
-from sqlalchemy_relaybus.cli.errors import describe, open_engine
+from sqlalchemy_relaybus.engine import describe, open_engine
 from sqlalchemy_relaybus.exc import ConfigurationError, RelayBusError, SchemaError
 
 LOCK_KEY = 0x72656C6179627573  # "relaybus"

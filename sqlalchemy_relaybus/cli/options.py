@@ -11,7 +11,7 @@ from typing import Any
 import click
 from sqlalchemy import Connection, Engine
 
-from sqlalchemy_relaybus.cli.errors import open_engine
+from sqlalchemy_relaybus.engine import open_engine
 from sqlalchemy_relaybus.tables import DEFAULT_PREFIX, Tables, tables_for
 
 

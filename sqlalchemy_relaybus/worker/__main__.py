@@ -28,7 +28,8 @@ import click
 from sqlalchemy.engine import make_url
 
 from ..bus import RelayBus
-from ..cli.errors import ErrorCommand, open_engine
+from ..cli.errors import ErrorCommand
+from ..engine import open_engine
 from ..exc import ConfigurationError
 from ..settings import Settings, click_options
 from . import Worker, needs_async_engine
