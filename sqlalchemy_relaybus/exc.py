@@ -78,30 +78,33 @@ class UnroutedEventError(PublishError):
 
 
 class SchemaError(RelayBusError):
-    """The database's tables do not fit this release."""
+    """The database's tables do not fit this release.
+
+    *where* are the options that tell ``relaybus migrate`` of a schema or prefix of its own.
+    """
 
 
 class SchemaMissingError(SchemaError):
     """The database has no relaybus tables."""
 
-    def __init__(self, table: str) -> None:
+    def __init__(self, table: str, where: str = "") -> None:
         self.table = table
         super().__init__(
             f"the database has no table {table!r}; create the tables with "
-            "'relaybus migrate upgrade --url URL'"
+            f"'relaybus migrate upgrade --url URL{where}'"
         )
 
 
 class SchemaVersionError(SchemaError):
     """The database's tables are of another version than this release works with."""
 
-    def __init__(self, found: int, expected: int) -> None:
+    def __init__(self, found: int, expected: int, where: str = "") -> None:
         self.found = found
         self.expected = expected
         if found > expected:
             remedy = "install a newer sqlalchemy-relaybus, or downgrade the schema with it"
         else:
-            remedy = "stop the old workers and run 'relaybus migrate upgrade --url URL'"
+            remedy = f"stop the old workers and run 'relaybus migrate upgrade --url URL{where}'"
         age = "newer" if found > expected else "older"
         super().__init__(
             f"the database's relaybus schema is version {found}, {age} than the version {expected} "
