@@ -19,7 +19,7 @@ from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import Connection, Engine
 
-from alembic_relaybus.environment import LOCK_TIMEOUT, Report, Request
+from alembic_relaybus.environment import LOCK_TIMEOUT, Report, Request, require_dialect
 from alembic_relaybus.options import DEFAULT_PREFIX, Options
 from sqlalchemy_relaybus.exc import ConfigurationError
 
@@ -150,6 +150,7 @@ def migrate(
 
     This is what ``--setup`` of the worker does at its start.
     """
+    require_dialect(engine.dialect.name)
     with engine.connect() as connection:
         # whatever the engine's default: the revision is read after the lock was waited for
         connection = connection.execution_options(isolation_level="READ COMMITTED")

@@ -78,6 +78,7 @@ def _run_from_command_line() -> None:
             "alembic -x url=postgresql+psycopg://user@host/database upgrade head"
         )
     engine = open_engine(url)
+    require_dialect(engine.dialect.name)  # before SQLite makes a file
     try:
         with engine.connect() as connection:
             _run(Request(options, connection, report=_print))

@@ -270,6 +270,8 @@ MAX_PREFIX_BYTES = 32
 @lru_cache(maxsize=32)
 def tables_for(schema: str | None = None, prefix: str = DEFAULT_PREFIX) -> Tables:
     """The tables under *schema* (``None``: the search path's) with names that begin *prefix*."""
+    if schema == "":
+        raise ConfigurationError("the schema must not be empty; leave it out for the default")
     if len(prefix.encode()) > MAX_PREFIX_BYTES:
         raise ConfigurationError(
             f"the prefix {prefix!r} is longer than {MAX_PREFIX_BYTES} bytes, with which names of "

@@ -12,6 +12,8 @@ import click
 from sqlalchemy import Connection, Engine
 
 from sqlalchemy_relaybus.engine import open_engine
+from sqlalchemy_relaybus.exc import ConfigurationError
+from sqlalchemy_relaybus.stores import store_for
 from sqlalchemy_relaybus.tables import DEFAULT_PREFIX, Tables, tables_for
 
 
@@ -43,6 +45,8 @@ class Database:
                 click.get_current_context(),
             )
         engine = open_engine(self.url)
+        # before anything is connected to: SQLite makes a file of whatever it is given
+        store_for(engine.dialect.name, self.tables)
         try:
             yield engine
         finally:
@@ -59,11 +63,15 @@ def where_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add ``--schema`` and ``--prefix``; the command gets a ``database``."""
 
     @click.option(
-        "--schema", envvar="RELAYBUS_SCHEMA", help="Schema of the tables [the search path's]."
+        "--schema",
+        envvar="RELAYBUS_SCHEMA",
+        show_envvar=True,
+        help="Schema of the tables.  [default: the search path's]",
     )
     @click.option(
         "--prefix",
         envvar="RELAYBUS_PREFIX",
+        show_envvar=True,
         default=DEFAULT_PREFIX,
         show_default=True,
         help="What the names of the tables begin with.",
@@ -71,6 +79,10 @@ def where_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(command)
     def wrapped(*args: Any, schema: str | None, prefix: str, **options: Any) -> Any:
         database = Database(options.pop("url", None), schema, prefix)
+        try:
+            database.tables  # noqa: B018 - refuses names that cannot be
+        except ConfigurationError as error:
+            raise click.UsageError(str(error)) from error
         return command(*args, database=database, **options)
 
     return wrapped
@@ -79,7 +91,10 @@ def where_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def database_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add ``--url``, ``--schema`` and ``--prefix``; the command gets a ``database``."""
     with_url: Callable[..., Any] = click.option(
-        "--url", envvar="RELAYBUS_URL", help="URL of the database, as SQLAlchemy writes it."
+        "--url",
+        envvar="RELAYBUS_URL",
+        show_envvar=True,
+        help="The database, as 'postgresql+psycopg://user@host/database'.",
     )(where_options(command))
     return with_url
 

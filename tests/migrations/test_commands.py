@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -55,7 +56,9 @@ def alembic(*arguments: str, url: str | None = None) -> subprocess.CompletedProc
         (["--url", "nonsense secret"], 1, "the database URL cannot be read; it has the form"),
         (["--url", "foo://x/y"], 1, "'foo' is no database that SQLAlchemy knows"),
         (["--url", UNREACHABLE], 1, "the database cannot be reached: connection failed"),
-        (["--url", "sqlite://"], 1, "the migrations know PostgreSQL, not 'sqlite'"),
+        (["--url", "sqlite://"], 1, "there is no store for 'sqlite' databases"),
+        (["--url", UNREACHABLE, "--prefix", "p" * 40], 2, "is longer than 32 bytes"),
+        (["--url", UNREACHABLE, "--schema", ""], 2, "the schema must not be empty"),
         (["--url", "postgresql+asyncpg://x/y"], 1, "'postgresql+asyncpg' works with asyncio only"),
         (["--nonsense"], 2, "--nonsense"),
         (["--lock-timeout", "soon"], 2, "'soon' is not a valid float"),
@@ -69,6 +72,21 @@ def test_errors_are_one_line(arguments: list[str], code: int, line: str) -> None
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
     assert "secret" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["current", "check", "upgrade"])
+def test_another_store_is_refused_before_anything_is_made(command: str, tmp_path: Path) -> None:
+    result = relaybus("migrate", command, "--url", f"sqlite:///{tmp_path}/x.db")
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    done = alembic("-x", f"url=sqlite:///{tmp_path}/x.db", "current")
+    assert done.returncode != 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_tells_the_variables() -> None:
+    words = " ".join(relaybus("migrate", "upgrade", "--help").output.split())
+    for name in ("URL", "SCHEMA", "PREFIX"):
+        assert f"[env var: RELAYBUS_{name}" in words
 
 
 def test_the_command_itself() -> None:
@@ -154,6 +172,18 @@ def test_schema_and_prefix(empty_database_url: str, empty_engine: Engine) -> Non
     assert relaybus("migrate", "check", *where).exit_code == 0
     assert "bus_deliveries" in inspect(empty_engine).get_table_names(schema="shop")
     assert inspect(empty_engine).get_table_names() == []
+
+
+def test_what_to_do_names_schema_and_prefix(empty_database_url: str) -> None:
+    where = ["--schema", "the shop", "--prefix", "bus_"]
+    result = relaybus("migrate", "check", "--url", empty_database_url, *where)
+    command = "relaybus migrate upgrade --url URL --schema 'the shop' --prefix bus_"
+    assert f"create the tables with '{command}'" in result.stderr
+    arguments = [empty_database_url if word == "URL" else word for word in shlex.split(command)[1:]]
+    arguments.insert(2, "relaybus_0001")
+    assert relaybus(*arguments).exit_code == 0
+    result = relaybus("migrate", "check", "--url", empty_database_url, *where)
+    assert f"run '{command}'" in result.stderr
 
 
 def test_sql_of_an_upgrade_from_0_1() -> None:
