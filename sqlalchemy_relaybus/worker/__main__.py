@@ -18,14 +18,17 @@ import logging
 import os
 import signal
 import sys
+import sysconfig
 import threading
 import time
+import traceback
+from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
 import click
-from sqlalchemy.engine import make_url
+from sqlalchemy import Engine
 
 from ..bus import RelayBus
 from ..cli.errors import ErrorCommand
@@ -34,9 +37,12 @@ from ..exc import ConfigurationError
 from ..settings import Settings, click_options
 from . import Worker, needs_async_engine
 
+log = logging.getLogger("sqlalchemy_relaybus.worker")
+
 EXIT_LEFT_BEHIND = 3
 #: Seconds beyond the grace after which a worker that hangs is ended.
 _LATE = 1.0
+_LIBRARY = str(Path(__file__).parents[1]) + os.sep
 
 
 class Signals:
@@ -70,26 +76,39 @@ class Signals:
         os._exit(EXIT_LEFT_BEHIND)
 
 
-def load(app: str) -> RelayBus:
-    """The bus that *app* (``module:attribute``) names."""
-    module_name, colon, attribute = app.partition(":")
+def _app(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    module, colon, attribute = value.partition(":")
     if not colon or not all(
-        part.isidentifier() for part in (*module_name.split("."), *attribute.split("."))
+        part.isidentifier() for part in (*module.split("."), *attribute.split("."))
     ):
-        raise ConfigurationError(
-            f"--app is {app!r}; it names a module and a bus in it, as in 'shop.bus:bus'"
+        raise click.BadParameter(
+            f"{value!r} does not name a module and a bus in it, as 'shop.bus:bus' does"
         )
+    return value
+
+
+def load(app: str) -> RelayBus:
+    """The bus that *app* (``module:attribute``) names.
+
+    :class:`ConfigurationError` where there is none. What the application raises is one line too,
+    with the place that it comes from; its traceback is logged for debugging.
+    """
+    module_name, _, attribute = app.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         target: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if module_name == missing or module_name.startswith(missing + "."):
+    except Exception as error:
+        missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+        if missing and (module_name + ".").startswith(missing + "."):
             raise ConfigurationError(
                 f"--app: there is no module {missing!r} in {os.getcwd()} or on the import path"
             ) from error
-        raise
+        log.debug("importing %r failed", module_name, exc_info=True)
+        raise ConfigurationError(
+            f"--app: importing {module_name!r} failed: {type(error).__name__}: "
+            f"{' '.join(str(error).split())} ({_origin(error)})"
+        ) from error
     for name in attribute.split("."):
         try:
             target = getattr(target, name)
@@ -104,27 +123,57 @@ def load(app: str) -> RelayBus:
     return target
 
 
-def _migrate(url: str, bus: RelayBus) -> None:
-    from alembic_relaybus import migrate  # Alembic is needed for this only
+def _origin(error: Exception) -> str:
+    """The file and line that *error* comes from: of the application, if its code is involved."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    frames = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith("<")  # of the import system
+    ]
+    others = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, _LIBRARY)
+    own = [each for each in frames if not each[0].startswith(others)]
+    file, line = (own or frames)[-1]
+    return f"{file}:{line}"
 
-    engine = open_engine(url)
-    try:
-        migrate(engine, schema=bus.tables.schema, prefix=bus.tables.prefix)
-    finally:
-        engine.dispose()
+
+def _set_up(engine: Engine, bus: RelayBus) -> None:
+    from alembic_relaybus import head, migrate  # Alembic is needed for this only
+
+    steps: list[str] = []
+    migrate(
+        engine,
+        schema=bus.tables.schema,
+        prefix=bus.tables.prefix,
+        report=lambda _, revision: steps.append(revision),
+    )
+    if steps:
+        log.info("setup: the tables were brought to %s", steps[-1])
+    else:
+        log.info("setup: the tables are at %s already", head())
 
 
 @click.command(cls=ErrorCommand, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--app", envvar="RELAYBUS_APP", required=True, help="The bus, as 'shop.bus:bus'.")
+@click.option(
+    "--app",
+    envvar="RELAYBUS_APP",
+    show_envvar=True,
+    required=True,
+    callback=_app,
+    help="The bus, as 'shop.bus:bus'.",
+)
 @click.option(
     "--url",
     envvar="RELAYBUS_URL",
+    show_envvar=True,
     required=True,
     help="The database, as 'postgresql+psycopg://user@host/database'.",
 )
 @click.option(
     "--log-level",
     envvar="RELAYBUS_LOG_LEVEL",
+    show_envvar=True,
     type=click.Choice(["debug", "info", "warning", "error"], case_sensitive=False),
     default="info",
     show_default=True,
@@ -139,30 +188,34 @@ def main(app: str, url: str, log_level: str, **values: Any) -> None:
         format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    settings = Settings.from_env({}, **values)
-    make_url(url)  # before the application is imported
-    bus = load(app)
-    if settings.setup:
-        _migrate(url, bus)
+    if not log.isEnabledFor(logging.DEBUG):
+        logging.getLogger("alembic").setLevel(logging.WARNING)  # it tells every step of its own
+    try:
+        settings = Settings.from_env({}, **values)
+    except ConfigurationError as error:
+        raise click.UsageError(str(error)) from error
     # as many again for transactions whose handlers ran out of time and have not returned
     engine = open_engine(
         url, pool_size=settings.pool_size, max_overflow=settings.pool_size, pool_pre_ping=True
     )
-    async_engine = None
-    if needs_async_engine(bus):
-        from sqlalchemy.ext.asyncio import create_async_engine  # for these handlers only
-
-        async_engine = create_async_engine(
-            engine.url, pool_size=settings.pool_size, pool_pre_ping=True
-        )
-    worker = Worker(bus, engine, settings, async_engine=async_engine)
-    signals.serve(worker, settings.grace)
     try:
+        bus = load(app)
+        if settings.setup:
+            _set_up(engine, bus)
+        async_engine = None
+        if needs_async_engine(bus):
+            from sqlalchemy.ext.asyncio import create_async_engine  # for these handlers only
+
+            async_engine = create_async_engine(
+                engine.url, pool_size=settings.pool_size, pool_pre_ping=True
+            )
+        worker = Worker(bus, engine, settings, async_engine=async_engine)
+        signals.serve(worker, settings.grace)
         code = 0 if worker.run() else EXIT_LEFT_BEHIND
     except BaseException:
         engine.dispose()
         raise
-    logging.getLogger("sqlalchemy_relaybus.worker").info("worker %s stopped", settings.owner)
+    log.info("worker %s stopped", settings.owner)
     logging.shutdown()
     if threading.active_count() > 1:
         # threads of handlers that never return, or that a handler left, must not keep it alive

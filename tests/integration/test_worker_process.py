@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import tempfile
@@ -14,7 +13,9 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, func, select, text
 
+import alembic_relaybus
 from sqlalchemy_relaybus import RelayBus
+from sqlalchemy_relaybus.settings import settings
 from sqlalchemy_relaybus.testing.server import PrivatePostgres, private_postgres
 from tests.support.databases import SETTINGS, open_engine
 from tests.support.proxy import proxy_to
@@ -402,18 +403,37 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
     ),
     "url missing": ({"url": None}, 2, "--url"),
     "app missing": ({"app": None}, 2, "--app"),
-    "app without colon": ({"app": "app"}, 1, "--app is 'app'"),
+    "app without colon": ({"app": "app"}, 2, "'app' does not name a module and a bus in it"),
+    "app of a wrong form": ({"app": "a-b:bus"}, 2, "'a-b:bus' does not name a module"),
+    "another store": ({"url": "sqlite:///made.db"}, 1, "there is no store for 'sqlite'"),
+    "another store with setup": (
+        {"url": "sqlite:///made.db", "arguments": ["--setup"]},
+        1,
+        "the migrations know PostgreSQL, not 'sqlite'",
+    ),
+    "dependency missing": (
+        {"source": "import json\nimport no_such_dependency\n"},
+        1,
+        "importing 'app' failed: ModuleNotFoundError: No module named 'no_such_dependency' (",
+    ),
+    "syntax": ({"source": "import json\nx = (\n"}, 1, "SyntaxError: '(' was never closed"),
+    "raises": ({"source": "\nraise KeyError\n"}, 1, "'app' failed: KeyError: "),
     "module missing": ({"app": "nothere.bus:bus"}, 1, "no module 'nothere'"),
     "attribute missing": ({"app": "app:nobus"}, 1, "has no 'nobus'"),
     "not a bus": ({"app": "app:note"}, 1, "of type function, not a RelayBus"),
     "no handlers": ({"source": EMPTY_BUS}, 1, "the bus has no handlers"),
-    "name twice": ({"source": TWICE}, 1, "a handler named 'h' is registered already"),
+    "name twice": (
+        {"source": TWICE},
+        1,
+        "DuplicateHandlerError: a handler named 'h'",
+    ),
     "out of bounds": ({"arguments": ["--concurrency", "0"]}, 2, "concurrency"),
+    "owner unprintable": ({"arguments": ["--owner", "a\tb"]}, 2, "setting owner"),
     "variable out of bounds": ({"environment": {"RELAYBUS_GRACE": "-1"}}, 2, "grace"),
     "not a number": ({"arguments": ["--lease-duration", "soon"]}, 2, "lease-duration"),
     "poll intervals": (
         {"arguments": ["--poll-interval", "5", "--max-poll-interval", "1"]},
-        1,
+        2,
         "max_poll_interval",
     ),
     "unknown option": ({"arguments": ["--nonsense"]}, 2, "--nonsense"),
@@ -433,6 +453,7 @@ def test_one_line_says_what_is_wrong(what: str, app: Path) -> None:
         environment=given.get("environment"),
     ) as worker:
         assert_one_line(worker, code, words)
+    assert not (app / "made.db").exists()  # by SQLite, for which a connection is enough
 
 
 def assert_one_line(worker: WorkerProcess, code: int, words: str) -> None:
@@ -460,15 +481,64 @@ def test_a_database_of_another_version(
         assert_one_line(worker, 1, f"schema is version {version}, {age}")
 
 
-def test_an_error_inside_the_application_keeps_its_traceback(
-    tmp_path: Path, database_url: str
-) -> None:
-    (tmp_path / "app.py").write_text("import json\nimport no_such_dependency\n")
-    with worker_process(tmp_path, url=database_url) as worker:
+@pytest.mark.parametrize(
+    ("source", "place"),
+    [
+        ("import json\nimport no_such_dependency\n", "app.py:2"),
+        ("import json\nx = (\n", "app.py:2"),
+        ("import other\n", "other.py:3"),
+        # raised by the standard library, or by this one, at the instance of the application
+        ("import json\n\njson.loads('{')\n", "app.py:3"),
+        (TWICE, "app.py:5"),
+    ],
+)
+def test_what_the_application_raises_has_its_place(tmp_path: Path, source: str, place: str) -> None:
+    (tmp_path / "app.py").write_text(source)
+    (tmp_path / "other.py").write_text("\ndef f(x):\n    return 1 / x\n\n\nf(0)\n")
+    with worker_process(tmp_path, url=UNREACHABLE) as worker:
+        assert_one_line(worker, 1, f"({tmp_path / place})")
+    with worker_process(tmp_path, "--log-level", "debug", url=UNREACHABLE) as worker:
         assert worker.wait() == 1
-        assert "No module named 'no_such_dependency'" in worker.output
-        assert 'app.py", line 2' in worker.output
-    assert os.listdir(tmp_path)
+        assert worker.output.count("Traceback") == 1
+        assert f"({tmp_path / place})" in worker.output.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [("base", "relaybus migrate upgrade --url URL'"), ("relaybus_0001", "version 1, older")],
+)
+def test_the_tables_go_while_it_runs(
+    app: Path, engine: Engine, database_url: str, target: str, words: str
+) -> None:
+    """It says once what to do and ends, instead of trying again for ever."""
+    with worker_process(app, *QUICK, url=database_url) as worker:
+        worker.until_started()
+        with engine.connect() as connection:
+            alembic_relaybus.downgrade(connection, target)
+        assert worker.wait() == 1
+        last = worker.output.splitlines()[-1]
+        assert last.startswith("relaybus: ")
+        assert words in last
+        assert worker.output.count("relaybus migrate upgrade") == 1
+        assert "Traceback" not in worker.output
+
+
+def test_setup_says_in_one_line_what_it_did(app: Path, empty_database_url: str) -> None:
+    for said in ("the tables were brought to relaybus_0002", "are at relaybus_0002 already"):
+        with worker_process(app, "--setup", url=empty_database_url) as worker:
+            worker.until_started()
+            setup, started = worker.output.splitlines()
+            assert said in setup
+            assert " runs " in started
+            assert terminated(worker) == 0
+
+
+def test_help_tells_the_variables(app: Path) -> None:
+    with worker_process(app, "--help", app=None) as worker:
+        assert worker.wait() == 0
+        words = " ".join(worker.output.split())
+    for name in ("APP", "URL", "LOG_LEVEL", *(setting.name.upper() for setting in settings())):
+        assert f"[env var: RELAYBUS_{name}" in words
 
 
 def test_a_network_that_swallows_everything(
