@@ -5,13 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FLIGHTS ?= 20000
+SETTINGS_PAGE := docs/settings.md
 
 # What the compatibility run uses: another environment, and a server of an older release.
 COMPAT := .venv-compat
 COMPAT_URL ?= postgresql+psycopg://postgres@127.0.0.1:5432/postgres
 WHEEL := build/wheel
 
-.PHONY: demo test lint compat cases-long wheel clean
+.PHONY: demo test lint docs compat cases-long wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -25,6 +26,11 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The pages that are made from the code.
+docs: $(STAMP)
+	$(BIN)/python -c 'from sqlalchemy_relaybus.settings import as_markdown; \
+		print(as_markdown(), end="")' > $(SETTINGS_PAGE)
 
 # The whole suite on SQLAlchemy 2.0 and the server at COMPAT_URL; without one it fails.
 compat: $(COMPAT)/.installed

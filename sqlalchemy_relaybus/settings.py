@@ -1,7 +1,6 @@
 """Every setting of a worker, once: name, default, bounds, variable, flag and meaning.
 
-The command line and ``docs/settings.md`` are made from this module;
-``python -m sqlalchemy_relaybus.settings`` prints the latter.
+The command line and ``docs/settings.md`` are made from this module, the latter by ``make docs``.
 """
 
 from __future__ import annotations
@@ -332,8 +331,7 @@ def _click_option(setting: Setting) -> Callable[[_Command], _Command]:
 
 
 _MADE_BY = (
-    "<!-- Made by `python -m sqlalchemy_relaybus.settings > docs/settings.md`. Change the module, "
-    "not this page. -->"
+    "<!-- Made by `make docs` from sqlalchemy_relaybus/settings.py. Change that, not this page. -->"
 )
 _INTRODUCTION = (
     "Every setting of a worker has a flag of `python -m sqlalchemy_relaybus.worker`, an "
@@ -362,7 +360,3 @@ def as_markdown() -> str:
     for setting in settings():
         lines += ["", f"## {setting.name}", "", setting.doc]
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(as_markdown(), end="")
