@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, overload
 
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from alembic.script.revision import RevisionError
 from alembic.util import CommandError
 from sqlalchemy import Connection, Engine
 
 from alembic_relaybus.environment import LOCK_TIMEOUT, Report, Request, require_dialect
+from alembic_relaybus.inside import refuse_nested, run_down, run_up
 from alembic_relaybus.options import DEFAULT_PREFIX, Options
 from sqlalchemy_relaybus.exc import ConfigurationError
 
@@ -57,10 +60,33 @@ _TABLES = tuple(
 )
 
 
+@overload
 def upgrade(
     connection: Connection,
     to: str = "head",
     *,
+    schema: str | None = None,
+    prefix: str = DEFAULT_PREFIX,
+    lock_timeout: float = LOCK_TIMEOUT,
+    report: Report | None = None,
+) -> None: ...
+
+
+@overload
+def upgrade(
+    *,
+    to: str,
+    from_: str | None = None,
+    schema: str | None = None,
+    prefix: str = DEFAULT_PREFIX,
+) -> None: ...
+
+
+def upgrade(
+    connection: Connection | None = None,
+    to: str = "head",
+    *,
+    from_: str | None = None,
     schema: str | None = None,
     prefix: str = DEFAULT_PREFIX,
     lock_timeout: float = LOCK_TIMEOUT,
@@ -76,15 +102,53 @@ def upgrade(
     transaction; after *lock_timeout* seconds of waiting for it ``SchemaError`` is raised, also
     where the database is at a revision that this release does not know. An unknown *to* is a
     ``ConfigurationError``. Errors of the database pass through.
+
+    Without a connection, this is for a revision of the application's own Alembic project::
+
+        def upgrade() -> None:
+            alembic_relaybus.upgrade(to="relaybus_0002")
+
+    What our revisions after *from_* (by default: all) up to *to* do is then part of that one, also
+    where it is written to a script. The application's version table is the only one. Which
+    revision the tables are at is not looked at: *from_* is the *to* of the call before.
     """
-    request = Request(Options(schema, prefix), connection, lock_timeout, report)
+    options = Options(schema, prefix)
+    if connection is None:
+        with _errors():
+            run_up(_scripts(), to, from_, options)
+        return
+    _refuse_from(from_)
+    request = Request(options, connection, lock_timeout, report)
     _command(lambda config: command.upgrade(config, to), request)
 
 
+@overload
 def downgrade(
     connection: Connection,
     to: str,
     *,
+    schema: str | None = None,
+    prefix: str = DEFAULT_PREFIX,
+    lock_timeout: float = LOCK_TIMEOUT,
+    report: Report | None = None,
+) -> None: ...
+
+
+@overload
+def downgrade(
+    *,
+    to: str,
+    from_: str,
+    schema: str | None = None,
+    prefix: str = DEFAULT_PREFIX,
+) -> None: ...
+
+
+def downgrade(
+    connection: Connection | None = None,
+    to: str = "",
+    *,
+    from_: str | None = None,
     schema: str | None = None,
     prefix: str = DEFAULT_PREFIX,
     lock_timeout: float = LOCK_TIMEOUT,
@@ -94,9 +158,20 @@ def downgrade(
 
     ``relaybus_0001`` gives a 0.1 database again: work in flight is pending, what was completed
     and deleted stays deleted. ``base`` drops every table with all that is in it. Transactions,
-    lock and errors are those of :func:`upgrade`.
+    lock and errors are those of :func:`upgrade`, and so is the use without a connection, inside a
+    revision of the application's, where *from_* has to be given.
     """
-    request = Request(Options(schema, prefix), connection, lock_timeout, report)
+    options = Options(schema, prefix)
+    if not to:
+        raise ConfigurationError("a downgrade needs the revision to go to, 'base' for none at all")
+    if connection is None:
+        if from_ is None:
+            raise ConfigurationError("without a connection, a downgrade needs from_=... as well")
+        with _errors():
+            run_down(_scripts(), to, from_, options)
+        return
+    _refuse_from(from_)
+    request = Request(options, connection, lock_timeout, report)
     _command(lambda config: command.downgrade(config, to), request)
 
 
@@ -114,7 +189,7 @@ def current(
 
 def head() -> str:
     """The newest revision that this release has."""
-    revision = ScriptDirectory.from_config(_config(Request())).get_current_head()
+    revision = _scripts().get_current_head()
     assert revision is not None  # there are revisions, and they are linear
     return revision
 
@@ -185,11 +260,26 @@ def _config(request: Request, output: io.StringIO | None = None) -> Config:
     return config
 
 
+def _scripts() -> ScriptDirectory:
+    return ScriptDirectory.from_config(_config(Request()))
+
+
+def _refuse_from(from_: str | None) -> None:
+    if from_ is not None:
+        raise ConfigurationError("from_ goes without a connection: a database knows where it is")
+
+
 def _command(
     run: Callable[[Config], None], request: Request, output: io.StringIO | None = None
 ) -> None:
+    with _errors(), _one_at_a_time:
+        refuse_nested()
+        run(_config(request, output))
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
     try:
-        with _one_at_a_time:
-            run(_config(request, output))
-    except CommandError as error:
+        yield
+    except (CommandError, RevisionError) as error:
         raise ConfigurationError(str(error)) from error

@@ -133,6 +133,7 @@ def _run(request: Request) -> None:
         if options.schema is not None and not inspect(connection).has_schema(options.schema):
             connection.execute(CreateSchema(options.schema))
         _refuse_unknown_revision()
+        _refuse_tables_of_others(connection, options)
         context.run_migrations()
 
 
@@ -159,6 +160,16 @@ def _lock(connection: Connection, timeout: float) -> None:
                 "for its end and try again"
             )
         time.sleep(_LOCK_POLL)
+
+
+def _refuse_tables_of_others(connection: Connection, options: Options) -> None:
+    if context.get_context().get_current_heads():
+        return
+    if inspect(connection).has_table(options.name("schema_version"), schema=options.schema):
+        raise SchemaError(
+            f"the tables are there, but no {options.version_table}: revisions of the application "
+            "made them, and those have to migrate them"
+        )
 
 
 def _refuse_unknown_revision() -> None:

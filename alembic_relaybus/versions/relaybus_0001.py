@@ -104,7 +104,7 @@ def create_tables() -> None:
 
     def index(name: str, *columns: str, where: str | None = None) -> None:
         op.create_index(
-            here.name(f"deliveries_{name}_idx"),
+            conv(here.name(f"deliveries_{name}_idx")),
             here.name("deliveries"),
             list(columns),
             schema=here.schema,

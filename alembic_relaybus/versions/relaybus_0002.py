@@ -209,7 +209,7 @@ def _create_indexes() -> None:
 
     def index(table: str, name: str, *columns: str, where: str | None = None) -> None:
         op.create_index(
-            here.name(f"{table}_{name}_idx"),
+            conv(here.name(f"{table}_{name}_idx")),
             here.name(table),
             list(columns),
             schema=here.schema,

@@ -140,8 +140,10 @@ def _finish(
         version = connection.scalar(select(func.max(table.c.version)))
     if as_json:
         click.echo(json.dumps({"revision": revision, "version": version, "steps": steps}))
-    elif revision is None:
+    elif revision is None and version is None:
         _console().print("the database has no relaybus tables")
+    elif revision is None:
+        _console().print(f"made by revisions of the application, schema version {version}")
     else:
         newest = " (the newest)" if revision == alembic_relaybus.head() else ""
         _console().print(f"at [green]{revision}[/]{newest}, schema version {version}")
