@@ -7,8 +7,16 @@ STAMP := $(VENV)/.installed
 FLIGHTS ?= 20000
 SETTINGS_PAGE := docs/settings.md
 
-# What the compatibility run uses: another environment, and a server of an older release.
+# What the compatibility run uses: another environment, with the newest Python that is here (one of
+# pyenv's need not be on the PATH) and an older SQLAlchemy, and a server of an older release.
 COMPAT := .venv-compat
+PYTHON_NEWEST ?= $(shell \
+	for minor in 14 13 12; do \
+		for python in python3.$$minor "$$HOME"/.pyenv/versions/3.$$minor.*/bin/python3.$$minor; do \
+			"$$python" -c 'import venv, ensurepip' 2>/dev/null && echo "$$python" && exit; \
+		done; \
+	done; \
+	echo $(PYTHON))
 COMPAT_URL ?= postgresql+psycopg://postgres@127.0.0.1:5432/postgres
 WHEEL := build/wheel
 
@@ -32,7 +40,8 @@ docs: $(STAMP)
 	$(BIN)/python -c 'from sqlalchemy_relaybus.settings import as_markdown; \
 		print(as_markdown(), end="")' > $(SETTINGS_PAGE)
 
-# The whole suite on SQLAlchemy 2.0 and the server at COMPAT_URL; without one it fails.
+# The whole suite on SQLAlchemy 2.0, PYTHON_NEWEST and the server at COMPAT_URL; without one it
+# fails.
 compat: $(COMPAT)/.installed
 	RELAYBUS_TEST_URL=$(COMPAT_URL) $(COMPAT)/bin/python -m pytest
 
@@ -62,7 +71,7 @@ $(STAMP): pyproject.toml | $(BIN)/python
 	touch $@
 
 $(COMPAT)/.installed: pyproject.toml
-	$(PYTHON) -m venv $(COMPAT)
+	$(PYTHON_NEWEST) -m venv --clear $(COMPAT)
 	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
 	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--editable '.[postgresql,embedded,asyncio]' 'SQLAlchemy<2.1' --group test
