@@ -157,6 +157,14 @@ def test_as_a_script(
         assert found == catalogue(offline, schema or "public", "")
 
 
+def test_the_tables_of_0_1(project: Project, empty_engine: Engine, other_engine: Engine) -> None:
+    add_ours(project)
+    project.run(empty_engine, command.upgrade, "r1")
+    alembic_relaybus.migrate(other_engine, "relaybus_0001")
+    with empty_engine.connect() as inside, other_engine.connect() as beside:
+        assert catalogue(inside, "public", "") == catalogue(beside, "public", DEFAULT_PREFIX)
+
+
 def test_all_at_once_and_nothing(project: Project, empty_engine: Engine) -> None:
     project.add("alembic_relaybus.upgrade(to='relaybus_0002')")
     project.add("alembic_relaybus.upgrade(to='relaybus_0002', from_='relaybus_0002')")
