@@ -6,7 +6,9 @@ import importlib.util
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,15 @@ from sqlalchemy_relaybus.testing.server import private_postgres
 from tests.support.databases import open_engine
 
 
-def test_settings_databases_and_a_crash(tmp_path: Path) -> None:
-    long = tmp_path / ("d" * 90)  # too long for a socket
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """Not pytest's: each run of it closes the parents of all for other users, at its beginning."""
+    with tempfile.TemporaryDirectory(prefix="rb-") as directory:
+        yield Path(directory)
+
+
+def test_settings_databases_and_a_crash(directory: Path) -> None:
+    long = directory / ("d" * 90)  # too long for a socket
     long.mkdir()
     with private_postgres({"work_mem": "5MB", "application_name": "it's \\ o"}, long) as server:
         with pytest.raises(ConfigurationError, match="nonsense"):
@@ -51,13 +60,13 @@ def test_over_the_network_where_asked_for() -> None:
             assert connection.scalar(text("SELECT 1")) == 1
 
 
-def test_a_server_that_does_not_start_leaves_nothing(tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_leaves_nothing(directory: Path) -> None:
     with pytest.raises(ConfigurationError, match="nonsense_setting"):
-        private_postgres({"nonsense_setting": "1"}, tmp_path)
-    assert list(tmp_path.iterdir()) == []
+        private_postgres({"nonsense_setting": "1"}, directory)
+    assert list(directory.iterdir()) == []
     with pytest.raises(ConfigurationError, match="no name of a PostgreSQL setting"):
-        private_postgres({"fsync = off #": "1"}, tmp_path)
-    assert list(tmp_path.iterdir()) == []
+        private_postgres({"fsync = off #": "1"}, directory)
+    assert list(directory.iterdir()) == []
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +76,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("how", ["kill", "exit", "error"])
-def test_goes_with_its_process(tmp_path: Path, how: str) -> None:
+def test_goes_with_its_process(directory: Path, how: str) -> None:
     end = {"kill": "sys.stdin.read()", "exit": "", "error": "1 / 0"}[how]
     script = (
         "import sys; from sqlalchemy_relaybus.testing.server import private_postgres; "
@@ -76,7 +85,7 @@ def test_goes_with_its_process(tmp_path: Path, how: str) -> None:
         "print(server.data_directory, flush=True); " + end
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)],
+        [sys.executable, "-c", script, str(directory)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
