@@ -125,7 +125,7 @@ def load(app: str) -> RelayBus:
 
 def _origin(error: Exception) -> str:
     """The file and line that *error* comes from: of the application, if its code is involved."""
-    if isinstance(error, SyntaxError):
+    if isinstance(error, SyntaxError) and error.filename and error.filename[0] != "<":
         return f"{error.filename}:{error.lineno}"
     frames = [
         (frame.f_code.co_filename, line)

@@ -490,6 +490,7 @@ def test_a_database_of_another_version(
         # raised by the standard library, or by this one, at the instance of the application
         ("import json\n\njson.loads('{')\n", "app.py:3"),
         (TWICE, "app.py:5"),
+        ("\nimport ast\nast.literal_eval('(')\n", "app.py:3"),
     ],
 )
 def test_what_the_application_raises_has_its_place(tmp_path: Path, source: str, place: str) -> None:
