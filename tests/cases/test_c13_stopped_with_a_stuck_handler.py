@@ -282,12 +282,6 @@ def test_during_the_import_of_the_application(app: Path, database_url: str) -> N
         one.end()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="the worker's module is run after the package around it, which takes half a second to "
-    "import; until then there is no handler, and the kernel drops what it has for process 1",
-)
 @pytest.mark.parametrize("module", ["sqlalchemy", "click"])
 def test_during_the_import_of_the_library(app: Path, database_url: str, module: str) -> None:
     one = imports(app, module, database_url)
