@@ -218,6 +218,40 @@ class NewEvent(NamedTuple):
         return self.delay is not None or self.available_at is not None
 
 
+class DeadLetter(NamedTuple):
+    """A delivery that is not tried again by itself."""
+
+    id: int
+    event_id: UUID
+    handler: str
+    key: str | None
+    attempts: int
+    #: of the last attempt; ``None`` where none has failed
+    last_error: str | None
+    #: since when it is dead
+    since: datetime
+    #: whether later deliveries of its handler and key wait for it
+    blocks: bool
+
+
+class BlockedKey(NamedTuple):
+    """A handler and key whose deliveries wait for the first of them."""
+
+    handler: str
+    key: str
+    lane: int
+    #: what the first one is: retrying, snoozed, delayed, dead or unhandled
+    status: str
+    #: since when
+    since: datetime
+    #: when it is tried again; ``None``: not by itself
+    next_try: datetime | None
+    attempts: int
+    last_error: str | None
+    #: how many wait for it
+    followers: int
+
+
 class Live(NamedTuple):
     """The other workers that are alive, each by its handlers."""
 
@@ -390,6 +424,20 @@ class Store(Protocol):
 
     def requeue(self, connection: Connection, ids: Sequence[int]) -> set[int]:
         """Give dead letters a fresh budget of attempts; the ids that were dead."""
+
+    def dead_letters(
+        self, connection: Connection, handler: str | None, limit: int, after: DeadLetter | None
+    ) -> list[DeadLetter]:
+        """At most *limit* dead letters behind *after*, by the time at which they died."""
+
+    def discard(self, connection: Connection, ids: Sequence[int]) -> set[int]:
+        """Remove dead letters; the ids that were dead."""
+
+    def release(self, connection: Connection, handler: str, key: str) -> int:
+        """Let no dead letter of *handler* and *key* hold others back; how many did."""
+
+    def blocked_keys(self, connection: Connection, limit: int) -> list[BlockedKey]:
+        """The keys that a parked delivery holds back, those with the most followers first."""
 
     def purge_events(
         self, connection: Connection, start: UUID, age: float, limit: int

@@ -49,6 +49,21 @@ CASES: Mapping[str, Sequence[Case]] = {
             ),
         ),
         Case(
+            "an unknown choice for dead ones",
+            ('@bus.handler("order.placed", name="mail", on_dead="wait")\ndef confirm(event): ...'),
+            ConfigurationError,
+            "handler 'mail': on_dead must be one of skip, block, park, not 'wait'",
+        ),
+        Case(
+            "an unknown choice for delayed ones",
+            (
+                '@bus.handler("order.placed", name="mail", on_delayed="park")\n'
+                "def confirm(event): ..."
+            ),
+            ConfigurationError,
+            "handler 'mail': on_delayed must be one of block, skip, not 'park'",
+        ),
+        Case(
             "a name that is no text",
             ('@bus.handler("order.placed", name=7)\ndef confirm(event): ...'),
             ConfigurationError,

@@ -38,7 +38,7 @@ from sqlalchemy.sql.elements import ColumnElement
 from sqlalchemy.sql.selectable import CTE, FromClause
 
 from ...tables import Tables
-from .sql import CLOCK, NOW, Prepared, address, array, rows, rows_at, run_of, seconds, unlocked
+from .sql import CLOCK, NOW, Prepared, address, rows, rows_at, run_of, seconds, unlocked
 
 
 def held_lanes(tables: Tables, asked: FromClause) -> CTE:
@@ -291,21 +291,6 @@ def reclaim(tables: Tables) -> Prepared:
     )
     those = rows_at(parked, select(chosen.c.address))
     return Prepared(to_ready(tables, those, fresh=False))
-
-
-@lru_cache
-def requeue(tables: Tables) -> Prepared:
-    """Give dead letters a fresh budget of attempts.
-
-    Whoever deletes the parked row first moves it: twice at once has one effect. The id is kept,
-    so the delivery runs before the later ones of its key that no worker has claimed yet.
-    """
-    parked = tables.parked
-    dead = and_(
-        parked.c.status == "dead",
-        parked.c.id == func.any(array("ids", BigInteger())),
-    )
-    return Prepared(to_ready(tables, dead, fresh=True))
 
 
 def to_ready(tables: Tables, chosen: ColumnElement[bool], *, fresh: bool) -> ReturningInsert[Any]:

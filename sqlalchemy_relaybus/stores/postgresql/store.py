@@ -12,9 +12,12 @@ from sqlalchemy.exc import DBAPIError
 
 from ...event import Event
 from ...exc import SchemaMissingError
+from ...lanes import lane_of
 from ...tables import Tables
 from .. import base
 from ..base import (
+    BlockedKey,
+    DeadLetter,
     Delivery,
     Exchange,
     Exchanged,
@@ -31,7 +34,7 @@ from ..base import (
     Suspect,
     Taken,
 )
-from . import followers, lanes, outcomes, pump, retention
+from . import followers, lanes, operations, outcomes, pump, retention
 from .listen import can_listen, listen, notify
 from .publish import publish
 from .sql import Prepared, array_literal
@@ -44,6 +47,8 @@ _HELD_UP = frozenset({"55P03", "57014"})
 _IDLE = 0
 #: Exchanges until a lane's row is tidied again after that was of no use.
 _UNTIDIED = 100
+#: Followers that an operator's command lets go itself; their lane's holder sees to the others.
+_LET_GO = 100
 #: Before every row by its age.
 _BEFORE_ALL = Place(datetime.min.replace(tzinfo=UTC), 0)
 _LAST_ID = UUID(int=2**128 - 1)
@@ -375,8 +380,43 @@ class PostgreSQLStore:
         return len(outcomes.reclaim(self.tables)(connection, parameters))
 
     def requeue(self, connection: Connection, ids: Sequence[int]) -> set[int]:
-        moved = outcomes.requeue(self.tables)(connection, {"ids": array_literal(ids)})
+        moved = operations.requeue(self.tables)(connection, {"ids": array_literal(ids)})
         return {id for _, id in moved}
+
+    def dead_letters(
+        self, connection: Connection, handler: str | None, limit: int, after: DeadLetter | None
+    ) -> list[DeadLetter]:
+        parameters = {
+            "handler": handler,
+            "limit": limit,
+            "since": None if after is None else after.since,
+            "id": None if after is None else after.id,
+        }
+        rows = operations.dead_letters(self.tables)(connection, parameters)
+        return [DeadLetter(*row) for row in rows]
+
+    def discard(self, connection: Connection, ids: Sequence[int]) -> set[int]:
+        gone = operations.discard(self.tables)(connection, {"ids": array_literal(ids)})
+        freed = {
+            (lane, Pair(handler, key))
+            for _, lane, handler, key, blocks in gone
+            if blocks and key is not None
+        }
+        if freed:
+            self.let_go(connection, freed, _LET_GO)
+        return {id for id, *_ in gone}
+
+    def release(self, connection: Connection, handler: str, key: str) -> int:
+        lane = lane_of(key)
+        parameters = {"handler": handler, "lane": lane, "key": key}
+        released = operations.release(self.tables)(connection, parameters)
+        if released:
+            self.let_go(connection, {(lane, Pair(handler, key))}, _LET_GO)
+        return len(released)
+
+    def blocked_keys(self, connection: Connection, limit: int) -> list[BlockedKey]:
+        rows = operations.blocked_keys(self.tables)(connection, {"limit": limit})
+        return [BlockedKey(*row) for row in rows]
 
     # -- retention -----------------------------------------------------------------------------
 
