@@ -360,12 +360,29 @@ class Store(Protocol):
         lane, handler and key of what was moved.
         """
 
+    def thin_out(
+        self,
+        connection: Connection,
+        holder: UUID,
+        leases: Sequence[Lease],
+        *,
+        hot: Collection[tuple[int, Pair]],
+        kept: Sequence[Delivery],
+        limit: int,
+    ) -> set[tuple[int, Pair]]:
+        """Set those of the *hot* pairs aside that others of their lane would have to wait for.
+
+        At most *limit* a lane; *kept* is in flight and stays. Returns lane, handler and key of what
+        was moved.
+        """
+
     def let_go(
         self, connection: Connection, pairs: Collection[tuple[int, Pair]] | None, limit: int
     ) -> dict[tuple[int, Pair], int]:
         """Make the first *limit* followers ready of each pair with nothing parked before them.
 
-        Of all lanes where *pairs* is ``None``. By any worker. Returns how many were moved.
+        Of all lanes where *pairs* is ``None``. By any worker. Returns how many were moved: 0 for a
+        pair that has none, nothing for one that is blocked.
         """
 
     def absolve(self, connection: Connection, holder: UUID, deliveries: Sequence[Delivery]) -> None:

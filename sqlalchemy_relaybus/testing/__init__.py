@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Connection, Engine, Result, func, select
+from sqlalchemy import Connection, Engine, Result, and_, exists, func, or_, select
 from sqlalchemy.orm import Session, scoped_session
 
 from .. import codec
@@ -72,16 +72,30 @@ def published(
 def drain(bus: RelayBus, engine: Engine, *, timeout: float = 30.0, **settings: Any) -> None:
     """Run a worker until nothing is ready, running or waiting to be tried again.
 
-    What is delayed or snoozed is left, and so are the dead letters. *settings* are a worker's.
+    What is delayed or snoozed is left, and so are the dead letters and what waits for one of these.
+    *settings* are a worker's.
     Raises ``TimeoutError`` after *timeout* seconds, and whatever ended the worker.
     """
     from ..worker import Worker  # an application's unit tests do without
 
     deliveries, parked = bus.tables.deliveries, bus.tables.parked
+    first = parked.alias("first")
+    held_back = (
+        exists()
+        .where(
+            first.c.lane == parked.c.lane,
+            first.c.handler == parked.c.handler,
+            first.c.key == parked.c.key,
+            first.c.blocks,
+            first.c.status != "behind",
+        )
+        .correlate(parked)
+    )
+    goes_on = or_(parked.c.status == "retrying", and_(parked.c.status == "behind", ~held_back))
     # in one statement: what moves from one to the other must not be missed in both
     query = select(
         select(func.count()).select_from(deliveries).scalar_subquery()
-        + select(func.count()).where(parked.c.status == "retrying").scalar_subquery()
+        + select(func.count()).where(goes_on).scalar_subquery()
     )
     worker = Worker(bus, engine, **{"poll_interval": 0.01, "max_poll_interval": 0.1, **settings})
     raised: list[BaseException] = []

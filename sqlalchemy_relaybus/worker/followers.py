@@ -1,7 +1,8 @@
-"""Followers of blocked keys: when to set them aside, and when to let them go."""
+"""Followers of blocked and of hot keys: when to set them aside, and when to let them go."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from uuid import UUID
 
@@ -16,10 +17,16 @@ from .takeover import Holds
 BEYOND = 64
 #: How many of a lane's first deliveries are looked at, at a time.
 LOOK_AT = 500
+#: How many of a hot key are set aside at a time.
+THIN_OUT = 5_000
+#: A key is hot that has so many of its lane's deliveries in flight, which run one by one.
+HOT = LANE_IN_FLIGHT // 2
 #: Pause between two such looks, seconds.
 PAUSE = 1.0
-#: How many followers of a pair are let go at a time: enough to keep the lane busy until the next.
-LET_GO = 2 * LANE_IN_FLIGHT
+#: How many followers of a pair are let go at a time, once there are fewer than :data:`FEW` in
+#: flight: together they leave room in the lane for others.
+LET_GO = 32
+FEW = 16
 #: How often it is seen to everywhere, seconds. It is what remains to be done of workers that died,
 #: and of delayed events that block keys.
 SWEEP = 30.0
@@ -57,10 +64,14 @@ class Followers:
             if pair in hold.behind:
                 self._due.add((delivery.lane, pair))
 
+    def ended(self, delivery: Delivery) -> None:
+        """*delivery* has completed."""
+        self.began(delivery)
+
     def tend(self, connection: Connection, now: float) -> None:
         """Do what is due."""
-        if self._due:
-            due, self._due = self._due, set()
+        if due := {each for each in self._due if self._few(*each)}:
+            self._due -= due
             self._let_go(connection, due)
         if now >= self._sweep_at:
             self._sweep_at = now + SWEEP
@@ -68,10 +79,14 @@ class Followers:
             for lane in self._store.blocked_lanes(connection):
                 if (hold := self._holds.get(lane)) is not None:
                     hold.blocked = True
-        blocked = [hold for hold in self._holds if hold.blocked]
-        if blocked and now >= self._look_at:
+        if now >= self._look_at:
             self._look_at = now + PAUSE
-            self._hold_back(connection, blocked)
+            self._hold_back(connection, [hold for hold in self._holds if hold.blocked])
+            self._thin_out(connection)
+
+    def _few(self, lane: int, pair: Pair) -> bool:
+        hold = self._holds.get(lane)
+        return hold is None or hold.count(pair) < FEW
 
     def _let_go(self, connection: Connection, pairs: Collection[tuple[int, Pair]] | None) -> None:
         moved = self._store.let_go(connection, pairs, LET_GO)
@@ -83,7 +98,32 @@ class Followers:
                 else:
                     hold.behind.add(pair)
 
+    def _thin_out(self, connection: Connection) -> None:
+        hot: list[tuple[int, Pair]] = []
+        holds: list[Hold] = []
+        for hold in self._holds:
+            if len(hold.started) + len(hold.prefetched) < HOT:
+                continue
+            counts = Counter((each.handler, each.key) for each in hold.in_flight)
+            ((handler, key), count) = counts.most_common(1)[0]
+            if key is not None and count >= HOT:
+                hot.append((hold.lease.lane, Pair(handler, key)))
+                holds.append(hold)
+        if not hot:
+            return
+        moved = self._store.thin_out(
+            connection,
+            self._holder,
+            [hold.lease for hold in holds],
+            hot=hot,
+            kept=[delivery for hold in holds for delivery in hold.in_flight],
+            limit=THIN_OUT,
+        )
+        self._moved(moved)
+
     def _hold_back(self, connection: Connection, blocked: list[Hold]) -> None:
+        if not blocked:
+            return
         moved = self._store.hold_back(
             connection,
             self._holder,
@@ -94,7 +134,11 @@ class Followers:
         )
         for hold in blocked:
             hold.blocked = False  # until the next failure; more may wait behind what was moved
+        self._moved(moved)
+
+    def _moved(self, moved: Iterable[tuple[int, Pair]]) -> None:
         for lane, pair in moved:
-            if (hold_ := self._holds.get(lane)) is not None:
-                hold_.blocked = True
-                hold_.behind.add(pair)
+            if (hold := self._holds.get(lane)) is not None:
+                hold.blocked = hold.ready = True
+                hold.behind.add(pair)
+                self._due.add((lane, pair))

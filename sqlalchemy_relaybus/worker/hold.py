@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from typing import Literal
 from uuid import UUID
 
@@ -82,6 +82,16 @@ class Hold:
     @property
     def empty(self) -> bool:
         return not self.started and not self.prefetched
+
+    @property
+    def in_flight(self) -> Iterator[Delivery]:
+        """What runs or waits to run, or has ended and is not confirmed."""
+        yield from self.started.values()
+        yield from self.prefetched
+
+    def count(self, pair: Pair) -> int:
+        """How many of *pair* are in flight."""
+        return sum((each.handler, each.key) == pair for each in self.in_flight)
 
     def compare(
         self, stored: LaneState | None, holder: UUID, unsure: Container[int] = ()

@@ -261,6 +261,7 @@ class Pump:
                 hold.worked_at = now
                 if end == "done" or end == "gone" or isinstance(end, Park):
                     self._isolation.ended(delivery)
+                    self._followers.ended(delivery)
                 if end == "done" or end == "gone":
                     if hold.lost:
                         if end == "done":

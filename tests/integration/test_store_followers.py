@@ -143,7 +143,7 @@ def test_nothing_is_let_go_behind_what_blocks(bench: Bench, everywhere: bool) ->
     assert let_go(holder, everywhere=everywhere) == {}
     free(bench, head)
     assert let_go(holder, everywhere=everywhere) == {(LANE, PAIR): 3}
-    assert let_go(holder, everywhere=everywhere) == {}
+    assert let_go(holder, everywhere=everywhere) == ({} if everywhere else {(LANE, PAIR): 0})
     assert behind(bench) == []
 
 
@@ -204,3 +204,50 @@ def test_the_lanes_on_which_a_key_is_blocked(bench: Bench) -> None:
     assert bench.store.blocked_lanes(holder.connection) == [LANE]
     free(bench, head)
     assert bench.store.blocked_lanes(holder.connection) == []
+
+
+def thin_out(holder: Holder, kept: list[Delivery], limit: int = 1000) -> set[tuple[int, Pair]]:
+    return holder.bench.store.thin_out(
+        holder.connection,
+        holder.id,
+        list(holder.leases.values()),
+        hot={(LANE, PAIR)},
+        kept=kept,
+        limit=limit,
+    )
+
+
+@pytest.mark.parametrize("place", ["among the first", "at the end"])
+def test_a_hot_key_makes_room_for_others_behind_it(bench: Bench, place: str) -> None:
+    many = 10 if place == "among the first" else 1500
+    holder = bench.holder("a")
+    bench.publish(*(new_event(KEY) for _ in range(many)), new_event(key_on(LANE, 1)))
+    if place == "among the first":  # and not among the last
+        bench.publish(*(new_event(KEY) for _ in range(300)))
+    holder.take(LANE)
+    running = holder.exchange(limit=4).startable
+    all_of_it = bench.deliveries()
+    other = all_of_it[many]
+    assert thin_out(holder, running, 5000) == {(LANE, PAIR)}
+    assert behind(bench) == all_of_it[4:many]
+    assert ids(holder.exchange(started=running, limit=1).startable) == [other]
+
+
+def test_a_hot_key_that_is_alone_stays(bench: Bench) -> None:
+    holder = bench.holder("a")
+    bench.publish(new_event(key_on(LANE, 1)), *(new_event(KEY) for _ in range(10)))
+    holder.take(LANE)
+    before = bench.contents()
+    assert thin_out(holder, []) == set()
+    assert bench.contents() == before
+
+
+def test_a_zombie_makes_no_room(bench: Bench) -> None:
+    zombie, holder = bench.holder("a"), bench.holder("a")
+    bench.publish(*(new_event(KEY) for _ in range(10)), new_event(key_on(LANE, 1)))
+    zombie.take(LANE)
+    zombie.expire(LANE)
+    holder.take(LANE)
+    before = bench.contents()
+    assert thin_out(zombie, []) == set()
+    assert bench.contents() == before

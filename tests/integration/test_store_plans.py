@@ -160,6 +160,19 @@ ACTS = {
         12000,
         2000,
     ),
+    "thin out": Act(
+        lambda holder, claimed: holder.bench.store.thin_out(
+            holder.connection,
+            holder.id,
+            [holder.leases[0]],
+            hot={(0, Pair("a", "key-256"))},
+            kept=claimed,
+            limit=500,
+        ),
+        {BY_KEY["lanes"], BY_KEY["deliveries"], BY_ADDRESS["deliveries"]},
+        3000,
+        2000,
+    ),
     "let go": Act(
         lambda holder, _: holder.bench.store.let_go(
             holder.connection, {(n, Pair("a", f"behind-{n}")) for n in range(16)}, 20

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine, func, select, update
+from sqlalchemy import Engine, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from sqlalchemy_relaybus import Event, RelayBus
@@ -127,7 +127,9 @@ def drained(bus: RelayBus, engine: Engine, limit: float = LIMIT) -> None:
     # in one statement: what is promoted meanwhile must not be missed in both
     query = select(
         select(func.count()).select_from(deliveries).scalar_subquery(),
-        select(func.count()).where(parked.c.available_at.is_not(None)).scalar_subquery(),
+        select(func.count())
+        .where(or_(parked.c.available_at.is_not(None), parked.c.status == "behind"))
+        .scalar_subquery(),
     )
 
     def left() -> tuple[int, int]:

@@ -21,6 +21,7 @@ from sqlalchemy import (
     and_,
     bindparam,
     delete,
+    exists,
     func,
     insert,
     literal_column,
@@ -28,14 +29,17 @@ from sqlalchemy import (
     select,
     true,
     tuple_,
+    union_all,
 )
 from sqlalchemy.sql.elements import ColumnElement
-from sqlalchemy.sql.selectable import FromClause
+from sqlalchemy.sql.selectable import CTE, FromClause
 
 from ...tables import Tables
 from .outcomes import held_lanes, to_ready
 from .sql import Prepared, address, array, rows, rows_at, unlocked
 
+#: Among how many of a lane's first and last deliveries others than a hot key's are looked for.
+_FIRST, _LAST = 1000, 200
 _BEHIND: ColumnElement[str] = literal_column("'behind'")
 
 
@@ -132,6 +136,84 @@ def hold_back(tables: Tables) -> Prepared:
             or_(waiting.c.n > bindparam("beyond", type_=Integer), waiting.c.parks)
         ),
     )
+    return Prepared(_move_behind(tables, free))
+
+
+@lru_cache
+def thin_out(tables: Tables) -> Prepared:
+    """Park deliveries of hot keys *behind* those in flight, if others of their lane wait for them.
+
+    A key with a long queue runs one delivery after another, and whatever comes behind it in its
+    lane would have to wait for its end. Others are looked for among the lane's first and its last
+    deliveries, and where there are none nothing is moved. Fenced, and moved in one statement, as
+    in :func:`hold_back`; what is in flight stays.
+    """
+    deliveries = tables.deliveries
+    asked = select(
+        rows("asked", lane=("lanes", SmallInteger()), epoch=("epochs", BigInteger()))
+    ).cte("asked")
+    mine = held_lanes(tables, asked)
+    hot = select(
+        rows(
+            "hot",
+            lane=("hot_lanes", SmallInteger()),
+            handler=("hot_handlers", Text()),
+            key=("hot_keys", Text()),
+        )
+    ).cte("hot")
+
+    def is_hot(delivery: FromClause) -> ColumnElement[bool]:
+        return (
+            exists()
+            .where(
+                hot.c.lane == delivery.c.lane,
+                hot.c.handler == delivery.c.handler,
+                hot.c.key == delivery.c.key,
+            )
+            .correlate(delivery)
+        )
+
+    def some(name: str, lanes: FromClause, limit: ColumnElement[int], *, last: bool) -> Any:
+        return (
+            select(
+                address(deliveries),
+                deliveries.c.lane,
+                deliveries.c.id,
+                deliveries.c.handler,
+                deliveries.c.key,
+            )
+            .where(deliveries.c.lane == lanes.c.lane)
+            .order_by(deliveries.c.id.desc() if last else deliveries.c.id)
+            .limit(limit)
+            .lateral(name)
+        )
+
+    first = some("first", mine, literal_column(str(_FIRST)), last=False)
+    last = some("last", mine, literal_column(str(_LAST)), last=True)
+    ends = union_all(
+        *(
+            select(end.c.lane, end.c.id).select_from(mine.join(end, true())).where(~is_hot(end))
+            for end in (first, last)
+        )
+    ).subquery("ends")
+    others = (
+        select(ends.c.lane, func.max(ends.c.id).label("id"))
+        .group_by(ends.c.lane)
+        .cte("others")
+        .prefix_with("MATERIALIZED")
+    )
+    front = some("front", others, bindparam("limit", type_=Integer), last=False)
+    excess = (
+        select(front.c.address)
+        .select_from(others.join(front, front.c.id < others.c.id))
+        .where(is_hot(front), front.c.id != func.all(array("kept", BigInteger())))
+    )
+    return Prepared(_move_behind(tables, unlocked(deliveries, excess)))
+
+
+def _move_behind(tables: Tables, free: CTE) -> Select[Any]:
+    """Park the deliveries at the addresses in *free*; their lanes, handlers and keys."""
+    deliveries, parked = tables.deliveries, tables.parked
     gone = (
         delete(deliveries)
         .where(rows_at(deliveries, select(free.c.address)))
@@ -149,7 +231,7 @@ def hold_back(tables: Tables) -> Prepared:
         .returning(parked.c.lane, parked.c.handler, parked.c.key)
         .cte("moved")
     )
-    return Prepared(select(moved.c.lane, moved.c.handler, moved.c.key).distinct())
+    return select(moved.c.lane, moved.c.handler, moved.c.key).distinct()
 
 
 @lru_cache
@@ -215,11 +297,17 @@ def let_go(tables: Tables, everywhere: bool) -> Prepared:
     ready = to_ready(tables, rows_at(parked, select(chosen.c.address)), fresh=False)
     deliveries = tables.deliveries
     moved = ready.returning(deliveries.c.handler, deliveries.c.key).cte("released")
-    return Prepared(
-        select(moved.c.lane, moved.c.handler, moved.c.key, func.count()).group_by(
-            moved.c.lane, moved.c.handler, moved.c.key
-        )
+    counted = select(moved.c.lane, moved.c.handler, moved.c.key, func.count()).group_by(
+        moved.c.lane, moved.c.handler, moved.c.key
     )
+    if everywhere:
+        return Prepared(counted)
+    none = (
+        select(pairs.c.lane, pairs.c.handler, pairs.c.key, literal_column("0"))
+        .select_from(pairs.outerjoin(front, true()))
+        .where(front.c.status.is_(None))
+    )
+    return Prepared(union_all(counted, none))
 
 
 @lru_cache

@@ -323,6 +323,29 @@ class PostgreSQLStore:
         moved = followers.hold_back(self.tables)(connection, parameters)
         return {(lane, Pair(handler, key)) for lane, handler, key in moved}
 
+    def thin_out(
+        self,
+        connection: Connection,
+        holder: UUID,
+        leases: Sequence[Lease],
+        *,
+        hot: Collection[tuple[int, Pair]],
+        kept: Sequence[Delivery],
+        limit: int,
+    ) -> set[tuple[int, Pair]]:
+        parameters = {
+            "holder": holder,
+            "lanes": array_literal(lease.lane for lease in leases),
+            "epochs": array_literal(lease.epoch for lease in leases),
+            "hot_lanes": array_literal(lane for lane, _ in hot),
+            "hot_handlers": [pair.handler for _, pair in hot],
+            "hot_keys": [pair.key for _, pair in hot],
+            "kept": array_literal(d.id for d in kept),
+            "limit": limit,
+        }
+        moved = followers.thin_out(self.tables)(connection, parameters)
+        return {(lane, Pair(handler, key)) for lane, handler, key in moved}
+
     def let_go(
         self, connection: Connection, pairs: Collection[tuple[int, Pair]] | None, limit: int
     ) -> dict[tuple[int, Pair], int]:
