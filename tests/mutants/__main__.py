@@ -1,0 +1,151 @@
+"""``python -m tests.mutants``: run the tests against each mutant. Goes on where it was ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.table import Table
+
+from sqlalchemy_relaybus.testing.server import private_postgres
+from tests.mutants.mutate import mutants, same
+from tests.mutants.statements import EQUIVALENT, STATEMENTS
+from tests.support.databases import SETTINGS
+
+RESULTS = Path("build/mutants.jsonl")
+#: A mutant that hangs is noticed, too. Seconds.
+LIMIT = 150
+_FAILED = 1  # pytest: tests were run and some failed
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One mutant, and what became of it."""
+
+    statement: str
+    #: its text, so that results of another one are not taken for its own
+    sql: str
+    mutant: str
+    clause: str
+    #: killed, survived, equivalent or broken (the tests could not be run)
+    outcome: str = ""
+
+
+def trials(only: tuple[str, ...]) -> Iterator[Trial]:
+    """All there are to make; of each statement first the one without a change."""
+    for name, statement in STATEMENTS.items():
+        if only and name not in only:
+            continue
+        sql = statement.sql
+        yield Trial(name, sql, same(sql), "")
+        for mutant in mutants(sql):
+            yield Trial(name, sql, mutant.sql, mutant.clause)
+
+
+def run(trial: Trial, url: str) -> Trial:
+    if (trial.statement, trial.clause) in EQUIVALENT:
+        return Trial(**{**asdict(trial), "outcome": "equivalent"})
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump([trial.sql, trial.mutant], file)
+        file.flush()
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "tests.mutants.plugin"]
+        command += ["-p", "no:cacheprovider", *STATEMENTS[trial.statement].tests]
+        environment = {**os.environ, "RELAYBUS_MUTANT": file.name, "RELAYBUS_TEST_URL": url}
+        try:
+            code = subprocess.run(
+                command, env=environment, timeout=LIMIT, capture_output=True
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = _FAILED
+    outcome = {0: "survived", _FAILED: "killed"}.get(code, "broken")
+    return Trial(**{**asdict(trial), "outcome": outcome})
+
+
+def known() -> dict[tuple[str, str], Trial]:
+    """What earlier runs have found, by statement and mutant."""
+    if not RESULTS.exists():
+        return {}
+    found = (Trial(**json.loads(line)) for line in RESULTS.read_text().splitlines())
+    return {(each.sql, each.mutant): each for each in found}
+
+
+def report(done: list[Trial], console: Console) -> bool:
+    """Show what was found; whether all is well."""
+    counts: dict[str, Counter[str]] = {}
+    for trial in done:
+        if trial.clause:
+            counts.setdefault(trial.statement, Counter())[trial.outcome] += 1
+    table = Table("statement", "mutants", "killed", "equivalent", "survived")
+    for name, count in counts.items():
+        row = (sum(count.values()), count["killed"], count["equivalent"], count["survived"])
+        table.add_row(name, *map(str, row))
+    total: Counter[str] = sum(counts.values(), Counter())
+    row = (sum(total.values()), total["killed"], total["equivalent"], total["survived"])
+    table.add_row("[bold]all", *map(str, row), style="bold")
+    console.print(table)
+    wrong = [
+        each
+        for each in done
+        if each.outcome == "broken" or (each.outcome == "survived") == bool(each.clause)
+    ]
+    for each in wrong:
+        if not each.clause:
+            console.print(f"{each.statement}: its tests fail without a mutant ({each.outcome})")
+        else:
+            console.print(f"{each.statement}: {each.outcome}: {each.clause}", highlight=False)
+    return not wrong
+
+
+@click.command()
+@click.argument("statements", nargs=-1)
+@click.option("--jobs", default=os.cpu_count() or 1, show_default=True, help="How many at once.")
+@click.option("--anew", is_flag=True, help="Forget what earlier runs have found.")
+@click.option("--listed", is_flag=True, help="Only list the mutants.")
+def main(statements: tuple[str, ...], jobs: int, anew: bool, listed: bool) -> None:
+    """Run the tests against each mutant of STATEMENTS (all of them if none is named)."""
+    console = Console()
+    if unknown := set(statements) - STATEMENTS.keys():
+        raise click.UsageError(f"there is no statement {min(unknown)!r}")
+    every = list(trials(statements))
+    if listed:
+        for trial in every:
+            if trial.clause:
+                console.print(f"{trial.statement}: {trial.clause}", highlight=False)
+        return
+    RESULTS.parent.mkdir(exist_ok=True)
+    if anew:
+        RESULTS.unlink(missing_ok=True)
+    found = known()
+    done = [found[each.sql, each.mutant] for each in every if (each.sql, each.mutant) in found]
+    left = [each for each in every if (each.sql, each.mutant) not in found]
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with (
+        private_postgres(SETTINGS) as server,
+        ThreadPoolExecutor(jobs) as pool,
+        RESULTS.open("a") as results,
+        Progress(*columns, console=console) as progress,
+    ):
+        task = progress.add_task("mutants", total=len(every), completed=len(done))
+        for trial in pool.map(lambda each: run(each, server.url()), left):
+            done.append(trial)
+            results.write(json.dumps(asdict(trial)) + "\n")
+            results.flush()
+            progress.advance(task)
+            progress.update(task, description=trial.statement)
+    if not report(done, console):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

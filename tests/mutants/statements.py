@@ -1,0 +1,81 @@
+"""The statements that are mutated, and the tests that have to notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Dialect
+from sqlalchemy.dialects.postgresql import psycopg
+
+from sqlalchemy_relaybus.stores.postgresql import (
+    followers,
+    lanes,
+    operations,
+    outcomes,
+    publish,
+    pump,
+    retention,
+)
+from sqlalchemy_relaybus.stores.postgresql.sql import Prepared
+from sqlalchemy_relaybus.tables import Tables, tables_for
+
+_DIALECT: Dialect = psycopg.dialect()  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A statement of the store."""
+
+    make: Callable[[Tables], Any]
+    #: test files that may notice, the likeliest first
+    tests: tuple[str, ...]
+
+    @property
+    def sql(self) -> str:
+        """The text that is sent."""
+        made = self.make(tables_for())
+        if isinstance(made, Prepared):
+            return made.sql(_DIALECT)
+        return str(made.compile(dialect=_DIALECT))
+
+
+def _store(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/integration/test_{name}.py" for name in names)
+
+
+_TAKE = _store("store_take", "store_followers", "store_fencing")
+_PUMP = _store("store_exchange", "store_fencing", "store_take", "store_followers")
+_OUTCOMES = _store("store_fencing", "store_take", "store_exchange", "store_unhandled")
+
+STATEMENTS: Mapping[str, Statement] = {
+    "take": Statement(lanes.take, _TAKE),
+    "suspect": Statement(lanes.suspect, _TAKE),
+    "suspects": Statement(lanes.suspects, _TAKE),
+    "renew": Statement(lanes.renew, _store("store_fencing", "store_exchange", "store_take")),
+    "relinquish": Statement(lanes.relinquish, _store("store_fencing", "store_exchange")),
+    "exchange": Statement(lambda tables: pump.exchange(tables, False), _PUMP),
+    "careful exchange": Statement(lambda tables: pump.exchange(tables, True), _PUMP),
+    "complete": Statement(outcomes.complete, _OUTCOMES),
+    "park": Statement(outcomes.park, _OUTCOMES),
+    "promote": Statement(outcomes.promote, _OUTCOMES),
+    "set aside": Statement(outcomes.set_aside, _store("store_unhandled", "store_fencing")),
+    "reclaim": Statement(outcomes.reclaim, _store("store_unhandled")),
+    "absolve": Statement(outcomes.absolve, _TAKE),
+    "hold back": Statement(followers.hold_back, _store("store_followers")),
+    "thin out": Statement(followers.thin_out, _store("store_followers")),
+    "let go": Statement(lambda tables: followers.let_go(tables, False), _store("store_followers")),
+    "let go everywhere": Statement(
+        lambda tables: followers.let_go(tables, True), _store("store_followers")
+    ),
+    "requeue": Statement(operations.requeue, _OUTCOMES),
+    "discard": Statement(operations.discard, _store("worker_keys")),
+    "release": Statement(operations.release, _store("worker_keys")),
+    "lock events": Statement(publish.lock_events, _store("store_publish", "store_purge")),
+    "lock events to purge": Statement(retention.lock_page, _store("store_purge")),
+    "remove events": Statement(retention.remove, _store("store_purge")),
+}
+
+#: Clauses that change nothing when they are taken out, by statement, and why.
+EQUIVALENT: Mapping[tuple[str, str], str] = {}
