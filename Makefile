@@ -20,7 +20,7 @@ PYTHON_NEWEST ?= $(shell \
 COMPAT_URL ?= postgresql+psycopg://postgres@127.0.0.1:5432/postgres
 WHEEL := build/wheel
 
-.PHONY: demo test lint docs compat cases-long mutants wheel clean
+.PHONY: demo test lint docs compat cases-long bench mutants wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -48,6 +48,10 @@ compat: $(COMPAT)/.installed
 # The cases from the field at their full length.
 cases-long: $(STAMP)
 	$(BIN)/python -m pytest tests/cases -m long
+
+# How fast a backlog is drained here, and what that costs the database.
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks
 
 # Each clause of each statement taken out in turn: do the tests notice? Goes on where it was ended.
 mutants: $(STAMP)
