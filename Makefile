@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FLIGHTS ?= 20000
 SETTINGS_PAGE := docs/settings.md
+SEED ?= 1
+DURATION ?= 300
 
 # What the compatibility run uses: another environment, with the newest Python that is here (one of
 # pyenv's need not be on the PATH) and an older SQLAlchemy, and a server of an older release.
@@ -20,7 +22,7 @@ PYTHON_NEWEST ?= $(shell \
 COMPAT_URL ?= postgresql+psycopg://postgres@127.0.0.1:5432/postgres
 WHEEL := build/wheel
 
-.PHONY: demo test lint docs compat cases-long bench mutants wheel clean
+.PHONY: demo test lint docs compat cases-long bench mutants chaos wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -56,6 +58,9 @@ bench: $(STAMP)
 # Each clause of each statement taken out in turn: do the tests notice? Goes on where it was ended.
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants
+# Publishers and workers under kills, crashes and cuts; figures and problems in build/chaos.json.
+chaos: $(STAMP)
+	$(BIN)/python -m tests.chaos --seed $(SEED) --duration $(DURATION) --json build/chaos.json
 
 # What a user installs: the wheel in a clean environment, away from the checkout.
 wheel: $(STAMP)

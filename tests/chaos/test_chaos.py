@@ -1,0 +1,14 @@
+"""The short form of ``make chaos``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.chaos.run import Plan, run
+
+
+def test_half_a_minute_of_chaos(tmp_path: Path) -> None:
+    verdict = run(Plan(seed=5, duration=25, directory=tmp_path), lambda progress: None)
+    assert not verdict.problems, "\n".join(verdict.told())
+    print(json.dumps(verdict.figures, indent=2))
