@@ -148,12 +148,7 @@ class Faults:
 
     def _candidates(self) -> list[Member]:
         """The workers that something may be done to, in random order."""
-        now = time.monotonic()
-        able = [
-            worker
-            for worker in self._fleet.workers
-            if worker.alive and not worker.busy and now - worker.began > 2
-        ]
+        able = [worker for worker in self._fleet.workers if worker.works and not worker.busy]
         return self._random.sample(able, len(able))
 
     # -- processes -----------------------------------------------------------------------------

@@ -24,7 +24,7 @@ PATIENCE = 30.0
 _SETTINGS = (
     *("--lease-duration", f"{LEASE:g}", "--grace", "10"),
     *("--poll-interval", "0.02", "--max-poll-interval", "0.5"),
-    *("--concurrency", "16", "--prefetch", "16", "--threads", "8", "--pool-size", "8"),
+    *("--concurrency", "32", "--prefetch", "32", "--threads", "8", "--pool-size", "8"),
 )
 
 
@@ -36,12 +36,20 @@ class Member:
         self.process = process
         self.log = log
         self.began = time.monotonic()
+        self._works = False
         #: something is being done to it, so nothing else is
         self.busy = False
 
     @property
     def alive(self) -> bool:
         return self.process.poll() is None
+
+    @property
+    def works(self) -> bool:
+        """Whether it is a worker that has come so far as to heed signals."""
+        if not self._works:
+            self._works = b" runs " in self.log.read_bytes()
+        return self._works and self.alive
 
     def pause(self) -> None:
         """Stop the process where it is, and return when it has stopped."""

@@ -25,9 +25,9 @@ from tests.chaos.verdict import Required, Verdict, judge
 PUBLISHERS = 2
 WORKERS = 3
 #: Transactions a second of each publisher.
-RATE = 10.0
+RATE = 6.0
 #: How long handling all that is left may take, seconds.
-DRAIN = 60.0
+DRAIN = 120.0
 #: What a run that is long enough must have had, for each five minutes.
 PER_FIVE_MINUTES = Required(kills=20, crashes=5, takeovers=1, writes_refused=1)
 LONG = 300.0
