@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.run import Plan, run
 
 
+@pytest.mark.timeout(300)
 def test_half_a_minute_of_chaos(tmp_path: Path) -> None:
     verdict = run(Plan(seed=5, duration=25, directory=tmp_path), lambda progress: None)
     assert not verdict.problems, "\n".join(verdict.told())

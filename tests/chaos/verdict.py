@@ -386,6 +386,8 @@ class _Judge:
         kinds = {fault.kind for fault in self._hits(name, ending.began, ending.at)}
         if ending.code == -9:
             return "kill" in kinds
+        if ending.code in (-15, 143):  # it was told to end before it ran
+            return all(run.worker != name for run in self._evidence.runs)
         # 1: no database at the start; 3: none at the end
         return ending.code == 0 or (ending.code in (1, 3) and bool(kinds - {"kill", "stall"}))
 
