@@ -19,21 +19,16 @@ class Display:
     """The line; a context manager."""
 
     def __init__(self, console: Console, duration: float) -> None:
-        columns = (
-            TextColumn("{task.fields[phase]}"),
-            BarColumn(20),
-            TextColumn("{task.description}"),
-        )
+        columns = (BarColumn(20), TextColumn("{task.description}"))
         self._bar = Bar(*columns, console=console, refresh_per_second=4)
-        self._task = self._bar.add_task("starting", total=duration, phase="")
+        self._task = self._bar.add_task("starting", total=duration)
 
     def show(self, progress: Progress) -> None:
         self._bar.update(
             self._task,
             completed=progress.elapsed,
-            phase=f"{progress.phase} {progress.elapsed:.0f} s",
-            description=f"{progress.committed:,} committed, backlog {progress.backlog:,}; "
-            f"{progress.faults}",
+            description=f"{progress.phase} {progress.elapsed:.0f} s: "
+            f"{progress.committed:,} committed, backlog {progress.backlog:,}; {progress.faults}",
         )
 
     def __enter__(self) -> Self:
