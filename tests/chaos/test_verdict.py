@@ -252,5 +252,18 @@ def test_what_a_fault_excuses() -> None:
     assert verdict.figures["zombies"] == 1
 
 
+@pytest.mark.parametrize(("events", "excused"), [((FIRST,), True), ((FIRST, SECOND), False)])
+def test_one_run_may_start_late(events: tuple[UUID, ...], excused: bool) -> None:
+    evidence = good()
+    evidence.faults.append(Fault("stop", "w1.0", 0.5, 50.0))
+    for n, event in enumerate(events):
+        began = 50.001 + n / 100
+        first = run_of(evidence, event, "coroutine")
+        evidence.runs.append(replace(first, worker="w1.0", began=began, ended=began + 0.005))
+    verdict = judge(evidence)
+    assert (not verdict.problems) is excused, verdict.told()
+    assert verdict.figures["repeats"]["late start"] == 1
+
+
 def test_too_little_happened() -> None:
     assert "too few kills: 1; 0 of 1" in judge(good(), Required(kills=1)).told()

@@ -11,8 +11,9 @@ Order and effects are excused by nothing. Permitted, and counted, are:
 * **overlaps**: two runs of one handler and key at a time, in two workers, if the one that began
   first was hit, and not killed, half a lease or more before the other began: it is a zombie that
   does not know yet. (It renews when a third of its lease is over, so two thirds are left when it
-  is hit.) Or if the second is the zombie: it was allowed to start just before its process stood
-  still, and starts when that is over.
+  is hit.)
+* **late starts**: a repeat or an overlap whose second run is the zombie's. It was allowed to start
+  just before its process stood still, and starts when that is over: one run each time, at once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tests.chaos.faults import EVERYBODY
 from tests.chaos.fleet import LEASE
 
 #: A process that stood still begins what it was just about to within this time, seconds.
-WAKING = 0.25
+WAKING = 0.5
 #: Examples told of each kind of problem.
 _EXAMPLES = 3
 #: Faults in which a process stands still and goes on.
@@ -77,6 +78,8 @@ class _Judge:
         self._evidence = evidence
         self._verdict = Verdict()
         self._faults: dict[str, list[Fault]] = {}
+        #: of each worker the runs that started late
+        self._late: dict[str, list[Run]] = defaultdict(list)
 
     def judge(self, required: Required) -> Verdict:
         evidence, verdict = self._evidence, self._verdict
@@ -313,8 +316,23 @@ class _Judge:
         """What hit the worker of *before* until *after*; a problem where nothing did."""
         for fault in self._hits(before.worker, before.began, after.began):
             return fault.kind.partition(":")[0]
+        if self._starts_late(after):
+            return "late start"
         self._verdict.complain(kind, (before, after))
         return "nothing"
+
+    def _starts_late(self, run: Run) -> bool:
+        """Whether *run* is what its process was about to start when it was made to stand still."""
+        late = self._late[run.worker]
+        if any(each is run for each in late):
+            return True
+        for fault in self._hits(run.worker, run.began, run.began):
+            if fault.kind in _STANDSTILLS and run.began <= fault.ended + WAKING:
+                if any(abs(each.began - run.began) <= 2 * WAKING for each in late):
+                    return False  # one was about to; whatever else starts should have been stopped
+                late.append(run)
+                return True
+        return False
 
     def _judge_overlaps(self) -> None:
         """One handler is at one event of a key at a time, but for zombies."""
@@ -340,9 +358,8 @@ class _Judge:
             for fault in self._hits(first.worker, first.began, second.began):
                 if fault.kind != "kill" and second.began >= fault.began + LEASE / 2:
                     return fault.kind.partition(":")[0]
-            for fault in self._hits(second.worker, second.began - WAKING, second.began):
-                if fault.kind in _STANDSTILLS and fault.ended >= second.began - WAKING:
-                    return fault.kind
+            if self._starts_late(second):
+                return "late start"
         self._verdict.complain("overlapping runs of one handler and key", (first, second))
         return "nothing"
 
