@@ -21,7 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from sqlalchemy_relaybus import Bury, Context, Event, Fixed, RelayBus, Retry, Snooze
-from tests.chaos.ledger import NAME_VARIABLE, Ledger, own_ledger
+from tests.chaos.ledger import NAME_VARIABLE, Ledger, orphaned, own_ledger
 from tests.chaos.tables import effects
 
 ORDER, RELAY, ECHO = "order", "relay", "echo"
@@ -188,9 +188,8 @@ def _own_engine() -> Engine:
 
 def _beat() -> None:
     """Note when this process stood still, for whatever reason; end with whoever started it."""
-    parent = os.getppid()
     last = time.monotonic()
-    while os.getppid() == parent:
+    while not orphaned():
         time.sleep(BEAT)
         now = time.monotonic()
         if now - last > STALL:

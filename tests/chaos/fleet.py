@@ -14,7 +14,7 @@ from pathlib import Path
 from sqlalchemy import make_url
 
 from tests.chaos.app import BEAT_VARIABLE, URL_VARIABLE
-from tests.chaos.ledger import DIRECTORY_VARIABLE, NAME_VARIABLE, Ledger
+from tests.chaos.ledger import DIRECTORY_VARIABLE, NAME_VARIABLE, PARENT_VARIABLE, Ledger
 from tests.support.workers import ROOT
 
 #: Seconds: what a dead worker's lanes wait for.
@@ -141,6 +141,7 @@ class Fleet:
         own = {
             DIRECTORY_VARIABLE: str(self._directory),
             NAME_VARIABLE: name,
+            PARENT_VARIABLE: str(os.getpid()),
             URL_VARIABLE: url,
             **variables,
         }

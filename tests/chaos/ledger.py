@@ -16,6 +16,8 @@ from typing import Any
 #: The directory and the name of a process's ledger.
 DIRECTORY_VARIABLE = "CHAOS_LEDGERS"
 NAME_VARIABLE = "CHAOS_NAME"
+#: The process id of whoever started it, with whom it ends.
+PARENT_VARIABLE = "CHAOS_PARENT"
 #: The ledger of whoever causes the faults.
 CONDUCTOR = "conductor"
 
@@ -39,6 +41,11 @@ class Ledger:
 def own_ledger() -> Ledger:
     """The one that this process was told to keep."""
     return Ledger(Path(os.environ[DIRECTORY_VARIABLE]), os.environ[NAME_VARIABLE])
+
+
+def orphaned() -> bool:
+    """Whether whoever started this process is gone."""
+    return os.getppid() != int(os.environ[PARENT_VARIABLE])
 
 
 def read(directory: Path, name: str) -> Iterator[dict[str, Any]]:

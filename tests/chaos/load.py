@@ -6,7 +6,6 @@ Usage: ``python -m tests.chaos.load --url URL --seed N --number N --rate N``; SI
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import signal
 import time
@@ -22,7 +21,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from tests.chaos.app import ORDER, RELAY, bus
-from tests.chaos.ledger import Ledger, own_ledger
+from tests.chaos.ledger import Ledger, orphaned, own_ledger
 from tests.chaos.tables import orders
 
 HOT_KEYS, COLD_KEYS = 4, 300
@@ -59,10 +58,9 @@ class Publisher:
         self.stopped = False
 
     def run(self) -> None:
-        parent = os.getppid()
         turn = time.monotonic()
         kinds = (self._commit, self._again, self._roll_back, self._fail, self._savepoint)
-        while not self.stopped and os.getppid() == parent:
+        while not self.stopped and not orphaned():
             [kind] = self._random.choices(kinds, (80, 8, 4, 4, 4))
             try:
                 if self._owed:
