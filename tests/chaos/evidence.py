@@ -197,11 +197,12 @@ _LOGGED = {
     "writes_refused": re.compile(r"its outcome was refused"),
     "reconnections": re.compile(r"reached the database again"),
 }
-_ERROR = re.compile(r"^\S+ \S+ (ERROR|CRITICAL) |^Traceback|^relaybus: ")
-#: Dead letters are told as errors, with a traceback; whether there may be any is judged elsewhere.
+_ERROR = re.compile(r"^\S+ \S+ (ERROR|CRITICAL) |^Traceback")
+#: What ends a worker is judged by its exit code. Dead letters are told as errors, with a traceback;
+#: whether there may be any is judged elsewhere.
 _EXPECTED = re.compile(
     r" is dead, at attempt \d+: this one is not wanted"
-    r"|stopping without the database|the database cannot be reached"
+    r"|stopping without the database"
 )
 
 
