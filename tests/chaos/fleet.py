@@ -92,6 +92,11 @@ class Fleet:
             arguments = ["--url", url, "--seed", self._seed, "--number", number, "--rate", rate]
             self.publishers.append(self._start(name, url, "tests.chaos.load", *arguments))
 
+    @property
+    def complete(self) -> bool:
+        """Whether every worker works."""
+        return all(worker.works for worker in self.workers)
+
     def tend(self) -> None:
         """Note which workers have ended, and start others in their places."""
         for place, worker in enumerate(self.workers):

@@ -26,6 +26,8 @@ PUBLISHERS = 2
 WORKERS = 3
 #: Transactions a second of each publisher.
 RATE = 6.0
+#: How long the first processes may take to start, before the faults begin, seconds.
+STARTING = 30.0
 #: How long handling all that is left may take, seconds.
 DRAIN = 120.0
 #: From which duration on enough must have happened for a run to mean anything.
@@ -113,6 +115,11 @@ class _Conductor:
 
     def conduct(self) -> bool:
         """Whether all was handled in time."""
+        limit = self._began + STARTING
+        while not self._fleet.complete and time.monotonic() < limit:
+            self._tell("starting")
+            time.sleep(0.05)
+        self._began = time.monotonic()
         end = self._began + self._plan.duration
         while time.monotonic() < end:
             self._fleet.tend()
@@ -149,7 +156,7 @@ class _Conductor:
         if now - self._shown_at < 0.5:
             return
         self._shown_at = now
-        if phase == "chaos":
+        if phase != "draining":
             self._left()
         faults = ", ".join(f"{kind} {n}" for kind, n in sorted(self._faults.counts.items()))
         self._show(Progress(phase, now - self._began, *self._counts, faults))
