@@ -132,6 +132,7 @@ class Exchange:
     """One round of the pump: delete what finished, claim what is ready, renew the leases."""
 
     lanes: Sequence[LaneRequest]
+    #: of these lanes, and claimed under these very leases: others are ignored
     finished: Sequence[Delivery]
     #: of these lanes: what runs, or may begin to run before the next exchange
     started: Sequence[Delivery]

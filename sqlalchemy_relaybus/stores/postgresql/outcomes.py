@@ -42,10 +42,14 @@ from .sql import CLOCK, NOW, Prepared, address, rows, rows_at, run_of, seconds, 
 
 
 def held_lanes(tables: Tables, asked: FromClause) -> CTE:
-    """The lanes of *asked* (lane, epoch) that are still the holder's, locked in lane order."""
+    """The lanes of *asked* (lane, epoch) that are still the holder's, locked in lane order.
+
+    With their epochs, by which what is asked is joined: a holder that has lost a lane and taken it
+    again may ask about it under both of its leases at once.
+    """
     lanes = tables.lanes
     return (
-        select(lanes.c.lane)
+        select(lanes.c.lane, lanes.c.epoch)
         .where(
             lanes.c.holder == bindparam("holder", type_=Uuid),
             tuple_(lanes.c.lane, lanes.c.epoch).in_(select(asked.c.lane, asked.c.epoch)),
@@ -55,6 +59,10 @@ def held_lanes(tables: Tables, asked: FromClause) -> CTE:
         .cte("held")
         .prefix_with("MATERIALIZED")
     )
+
+
+def _same_lease(held: FromClause, asked: FromClause) -> ColumnElement[bool]:
+    return and_(held.c.lane == asked.c.lane, held.c.epoch == asked.c.epoch)
 
 
 @lru_cache
@@ -116,7 +124,7 @@ def park(tables: Tables) -> Prepared:
     row = run_of(deliveries, asked)
     ours = (
         select(asked.c.id, row.c.address)
-        .select_from(asked.join(held, held.c.lane == asked.c.lane).join(row, true()))
+        .select_from(asked.join(held, _same_lease(held, asked)).join(row, true()))
         .cte("ours")
         .prefix_with("MATERIALIZED")
     )
@@ -179,7 +187,7 @@ def absolve(tables: Tables) -> Prepared:
         delete(suspects)
         .where(
             suspects.c.lane == held.c.lane,
-            suspects.c.lane == asked.c.lane,
+            _same_lease(held, asked),
             suspects.c.id == asked.c.id,
         )
         .returning(suspects.c.id)

@@ -224,6 +224,9 @@ class PostgreSQLStore:
         asked = {lane.lease.lane: lane.lease for lane in request.lanes}
         places = [cast(RowHint, lease.hint) for lease in asked.values()]
         kept = [*request.started, *request.prefetched]
+        # the fence is the lane's lease: what ran under an earlier one is none of its business
+        epochs = {lane: lease.epoch for lane, lease in asked.items()}
+        finished = [d for d in request.finished if epochs.get(d.lane) == d.epoch]
         parameters = {
             "holder": holder,
             "lanes": array_literal(asked),
@@ -234,9 +237,9 @@ class PostgreSQLStore:
             "claim": array_literal(lane.claim for lane in request.lanes),
             "write": array_literal(lane.write for lane in request.lanes),
             "tidy": array_literal(not place.untidied for place in places),
-            "finished_lanes": array_literal(d.lane for d in request.finished),
-            "finished_ids": array_literal(d.id for d in request.finished),
-            "finished_claims": array_literal(d.claims for d in request.finished),
+            "finished_lanes": array_literal(d.lane for d in finished),
+            "finished_ids": array_literal(d.id for d in finished),
+            "finished_claims": array_literal(d.claims for d in finished),
             "kept_lanes": array_literal(d.lane for d in kept),
             "kept_ids": array_literal(d.id for d in kept),
             "kept_starts": array_literal(n < len(request.started) for n in range(len(kept))),
