@@ -68,7 +68,7 @@ async def coroutine(event: Event, context: Context, session: AsyncSession):
 """
 OPTIONS = (
     *("--poll-interval", "0.01", "--max-poll-interval", "0.1"),
-    *("--lease-duration", "3", "--grace", "2"),
+    *("--lease-duration", "2", "--grace", "2"),
 )
 
 
