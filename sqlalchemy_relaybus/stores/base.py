@@ -389,6 +389,9 @@ class Store(Protocol):
     def absolve(self, connection: Connection, holder: UUID, deliveries: Sequence[Delivery]) -> None:
         """Forget that *deliveries* were suspects: they have ended, and their worker lives."""
 
+    def survived(self, connection: Connection, deliveries: Sequence[Delivery]) -> None:
+        """Take back the crash counted for *deliveries*, whose lanes a live worker has lost."""
+
     def promote(
         self, connection: Connection, holder: UUID, leases: Iterable[Lease], limit: int
     ) -> list[int]:

@@ -296,5 +296,6 @@ class Exchanges:
 
     def _lose(self, lane: int) -> None:
         hold = self._holds.lose(lane)
+        self._isolation.lost(hold)
         self._flight.forget(hold)
         self._failures.forget(hold)

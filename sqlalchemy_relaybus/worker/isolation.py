@@ -11,7 +11,8 @@ dies then, that delivery is the proven culprit and goes to the dead letters.
 So *n* deliveries that run beside a culprit cost at most 2 + log2(n) crashes, and none of them is
 buried for it. A worker that is killed from outside costs its deliveries one crash count and no
 time; to be buried without guilt, a delivery would have to run alone when its worker is killed,
-having been running each time when two or more workers before were.
+having been running each time when two or more workers before were. A worker that has lost its lanes
+and lives, having been stopped or cut off, takes the counts back when it comes to know.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Isolation:
         self._holder = holder
         self._flight = flight
         self._absolved: list[Delivery] = []
+        self._survived: list[Delivery] = []
         self._absolve_at = 0.0
 
     def wanted(self, holds: Iterable[Hold]) -> bool:
@@ -106,8 +108,15 @@ class Isolation:
         if delivery.hold.suspects.pop(delivery.id, None) is not None:
             self._absolved.append(delivery)
 
+    def lost(self, hold: Hold) -> None:
+        """The lane was taken over, and what was started on it is suspect. But this worker lives."""
+        self._survived += hold.started.values()
+
     def absolve(self, connection: Connection, now: float) -> None:
         """Have the store forget those that ended, a moment later and many at a time."""
+        if self._survived:
+            self._store.survived(connection, self._survived)
+            self._survived.clear()
         if not self._absolved or (now < self._absolve_at and self._flight.load.deliveries):
             return
         self._absolve_at = now + _ABSOLVE

@@ -220,3 +220,19 @@ def test_a_suspect_that_is_gone_is_forgotten_and_one_that_waits_is_not(bench: Be
     assert new.park(parked(waits, charge=0)) == {waits.id}
     assert last.take(LANE)[LANE].suspects == {waits.id: Suspect(1, 1000)}
     assert bench.suspects() == {waits.id: Suspect(1, 1000)}
+
+
+def test_a_holder_that_lives_takes_back_the_crash_that_was_counted_for_it(bench: Bench) -> None:
+    """And none that was counted for another."""
+    bench.publish(new_event(KEY), new_event(KEY))
+    holders = [bench.holder() for _ in range(3)]
+    for holder in holders[:2]:
+        holder.take(LANE, lease=EXPIRED)
+        first, second = holder.claim(lease=EXPIRED)
+    holders[2].take(LANE)
+    assert bench.suspects() == {first.id: Suspect(2, 1000), second.id: Suspect(2, 1000)}
+    holders[0].survived(first)
+    assert bench.suspects() == {first.id: Suspect(1, 1000), second.id: Suspect(2, 1000)}
+    holders[1].survived(first, second)
+    holders[1].survived(first)
+    assert bench.suspects() == {first.id: Suspect(0, 1000), second.id: Suspect(1, 1000)}

@@ -27,6 +27,7 @@ from sqlalchemy_relaybus.worker import Worker
 from sqlalchemy_relaybus.worker.takeover import Holds
 from tests.support.databases import open_engine
 from tests.support.proxy import proxy_to
+from tests.support.stores import Bench
 from tests.support.workers import (
     LIMIT,
     QUICK,
@@ -423,6 +424,32 @@ def test_a_stolen_lane(bus: RelayBus, engine: Engine, caplog: pytest.LogCaptureF
     for name in ("plain", "failing", "transactional"):
         mine = [row[1:] for row in runs.rows if row[0] == name]
         assert mine == [(1, 1), (1, 3), (2, 3)], name
+
+
+def test_a_worker_that_lost_its_lanes_and_lives_takes_the_crash_back(
+    bus: RelayBus, engine: Engine
+) -> None:
+    """What ran while it was cut off, or stopped, did not kill it."""
+    runs, release = Runs(), threading.Event()
+
+    @bus.handler("step", name="h")
+    def h(event: Event) -> None:
+        runs.add(event.payload)
+        release.wait(30)
+
+    suspects = select(bus.tables.suspects.c.crashes)
+    publish(bus, engine, "step", 1, key="k")
+    with Bench(engine) as bench, working(bus, engine, lease_duration=60.0):
+        runs.wait(1)
+        with engine.begin() as connection:
+            connection.execute(
+                update(bus.tables.lanes).values(lease_expires_at=text("clock_timestamp()"))
+            )
+        taker = bench.holder("h")
+        assert len(taker.take(lane_of("k"))[lane_of("k")].suspects) == 1
+        assert bench.read(suspects) == [(1,)]
+        release.set()  # what it reports is refused, and so it comes to know
+        eventually(lambda: bench.read(suspects) == [(0,)])
 
 
 def test_two_workers_share_the_lanes(bus: RelayBus, engine: Engine) -> None:

@@ -281,6 +281,10 @@ class Holder:
         """Tell that they have ended."""
         self.bench.store.absolve(self.connection, self.id, deliveries)
 
+    def survived(self, *deliveries: Delivery) -> None:
+        """Tell that it lives, although their lanes were taken over."""
+        self.bench.store.survived(self.connection, deliveries)
+
     def promote(self) -> list[int]:
         """Move what is due of all lanes back to the ready ones."""
         return self.bench.store.promote(self.connection, self.id, self.leases.values(), 1000)

@@ -32,6 +32,7 @@ from sqlalchemy import (
     true,
     tuple_,
     union_all,
+    update,
 )
 from sqlalchemy.sql.dml import ReturningInsert
 from sqlalchemy.sql.elements import ColumnElement
@@ -190,6 +191,23 @@ def absolve(tables: Tables) -> Prepared:
             _same_lease(held, asked),
             suspects.c.id == asked.c.id,
         )
+        .returning(suspects.c.id)
+    )
+
+
+@lru_cache
+def survived(tables: Tables) -> Prepared:
+    """Take back a crash that a takeover has counted for a worker that is alive.
+
+    Not fenced: it is the former holder that knows. Each row is found in its newest version, so
+    crashes counted since are kept.
+    """
+    suspects = tables.suspects
+    asked = rows("asked", lane=("lanes", SmallInteger()), id=("ids", BigInteger()))
+    return Prepared(
+        update(suspects)
+        .where(suspects.c.lane == asked.c.lane, suspects.c.id == asked.c.id, suspects.c.crashes > 0)
+        .values(crashes=suspects.c.crashes - 1)
         .returning(suspects.c.id)
     )
 

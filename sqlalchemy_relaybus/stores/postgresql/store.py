@@ -371,6 +371,13 @@ class PostgreSQLStore:
         }
         outcomes.absolve(self.tables)(connection, parameters)
 
+    def survived(self, connection: Connection, deliveries: Sequence[Delivery]) -> None:
+        parameters = {
+            "lanes": array_literal(d.lane for d in deliveries),
+            "ids": array_literal(d.id for d in deliveries),
+        }
+        outcomes.survived(self.tables)(connection, parameters)
+
     def promote(
         self, connection: Connection, holder: UUID, leases: Iterable[Lease], limit: int
     ) -> list[int]:
