@@ -2,49 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from sqlalchemy import Engine, select, update
+from sqlalchemy import select, update
 
 from sqlalchemy_relaybus.stores.base import Delivery, Pair, ParkedStatus
-from tests.support.stores import (
-    Bench,
-    Holder,
-    ids,
-    key_on,
-    new_event,
-    parked,
-)
+from tests.support.stores import Bench, Holder, ids, key_on, new_event, parked
 
 LANE = 7
 KEY = key_on(LANE)
 PAIR = Pair("a", KEY)
 
 
-@pytest.fixture
-def bench(engine: Engine) -> Iterator[Bench]:
-    with Bench(engine) as bench:
-        yield bench
-
-
 def behind(bench: Bench) -> list[int]:
     table = bench.tables.parked
     query = select(table.c.id).where(table.c.status == "behind").order_by(table.c.id)
     return [id for (id,) in bench.read(query)]
-
-
-def hold_back(
-    holder: Holder, *, beyond: int = 0, limit: int = 1000, parking: tuple[str, ...] = ()
-) -> set[tuple[int, Pair]]:
-    return holder.bench.store.hold_back(
-        holder.connection,
-        holder.id,
-        list(holder.leases.values()),
-        parking=parking,
-        beyond=beyond,
-        limit=limit,
-    )
 
 
 def let_go(
@@ -79,7 +51,7 @@ def test_all_but_a_few_are_set_aside_the_lowest_stay(bench: Bench) -> None:
     other = new_event(key_on(LANE, 1), handlers=("a",))
     bench.publish(other)
     before = bench.deliveries()
-    assert hold_back(holder, beyond=3) == {(LANE, PAIR)}
+    assert holder.hold_back(beyond=3) == {(LANE, PAIR)}
     assert behind(bench) == before[3:10]
     assert bench.deliveries() == [*before[:3], before[10]]
     assert ids(holder.claim()) == [before[10]]
@@ -88,7 +60,7 @@ def test_all_but_a_few_are_set_aside_the_lowest_stay(bench: Bench) -> None:
 def test_no_more_are_looked_at_than_asked_for(bench: Bench) -> None:
     holder, _ = blocked(bench, 10)
     before = bench.deliveries()
-    hold_back(holder, limit=4)
+    holder.hold_back(limit=4)
     assert behind(bench) == before[:4]
 
 
@@ -96,20 +68,8 @@ def test_what_waits_for_nothing_stays(bench: Bench) -> None:
     holder = bench.holder("a")
     bench.publish(*(new_event(KEY, handlers=("a",)) for _ in range(5)))
     holder.take(LANE)
-    assert hold_back(holder) == set()
+    assert holder.hold_back() == set()
     assert len(bench.deliveries()) == 5
-
-
-def test_a_zombie_sets_nothing_aside(bench: Bench) -> None:
-    """The new holder may be running what it believes to be waiting."""
-    zombie, _ = blocked(bench, 3)
-    holder = bench.holder("a")
-    zombie.expire(LANE)
-    holder.take(LANE)
-    before = bench.contents()
-    assert hold_back(zombie) == set()
-    assert bench.contents() == before
-    assert hold_back(holder) == {(LANE, PAIR)}
 
 
 def test_a_row_that_somebody_has_locked_is_left_where_it_is(bench: Bench) -> None:
@@ -117,7 +77,7 @@ def test_a_row_that_somebody_has_locked_is_left_where_it_is(bench: Bench) -> Non
     before = bench.deliveries()
     with bench.connect() as other:
         bench.lock_delivery(other, before[1])
-        hold_back(holder)
+        holder.hold_back()
     assert bench.deliveries() == [before[1]]
     assert behind(bench) == [before[0], before[2]]
     assert holder.claim() == []  # it waits for the one in front of it
@@ -125,7 +85,7 @@ def test_a_row_that_somebody_has_locked_is_left_where_it_is(bench: Bench) -> Non
 
 def test_later_ones_wait_behind_those_that_are_set_aside(bench: Bench) -> None:
     holder, head = blocked(bench, 3)
-    hold_back(holder)
+    holder.hold_back()
     bench.publish(new_event(KEY, handlers=("a",)))
     free(bench, head)
     assert holder.claim() == []
@@ -139,7 +99,7 @@ def test_later_ones_wait_behind_those_that_are_set_aside(bench: Bench) -> None:
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_nothing_is_let_go_behind_what_blocks(bench: Bench, everywhere: bool) -> None:
     holder, head = blocked(bench, 3)
-    hold_back(holder)
+    holder.hold_back()
     assert let_go(holder, everywhere=everywhere) == {}
     free(bench, head)
     assert let_go(holder, everywhere=everywhere) == {(LANE, PAIR): 3}
@@ -155,7 +115,7 @@ def test_everywhere_means_every_lane_handler_and_key(bench: Bench) -> None:
     heads = {(d.handler, d.key): d for d in reversed(holder.claim())}
     assert len(heads) == 6
     assert len(holder.park(*(parked(head) for head in heads.values()))) == 6
-    assert len(hold_back(holder)) == 6
+    assert len(holder.hold_back()) == 6
     assert bench.deliveries() == []
     for head in list(heads.values())[:4]:
         free(bench, head)
@@ -166,7 +126,7 @@ def test_everywhere_means_every_lane_handler_and_key(bench: Bench) -> None:
 def test_two_that_let_go_at_once_keep_the_order(bench: Bench) -> None:
     """The second moves later rows, which wait until the first has committed."""
     holder, head = blocked(bench, 6)
-    hold_back(holder)
+    holder.hold_back()
     free(bench, head)
     first = behind(bench)
     with bench.connect() as one:
@@ -180,19 +140,19 @@ def test_two_that_let_go_at_once_keep_the_order(bench: Bench) -> None:
 
 def test_of_a_parking_handler_none_stays_behind_a_dead_one(bench: Bench) -> None:
     holder, _ = blocked(bench, 3, status="dead")
-    assert hold_back(holder, beyond=64) == set()
-    assert hold_back(holder, beyond=64, parking=("a",)) == {(LANE, PAIR)}
+    assert holder.hold_back(beyond=64) == set()
+    assert holder.hold_back(beyond=64, parking=("a",)) == {(LANE, PAIR)}
     assert len(behind(bench)) == 3
 
 
 def test_of_a_parking_handler_some_stay_behind_one_that_is_tried_again(bench: Bench) -> None:
     holder, _ = blocked(bench, 3)
-    assert hold_back(holder, beyond=64, parking=("a",)) == set()
+    assert holder.hold_back(beyond=64, parking=("a",)) == set()
 
 
 def test_the_next_holder_knows_what_is_set_aside(bench: Bench) -> None:
     holder, _ = blocked(bench, 3)
-    hold_back(holder)
+    holder.hold_back()
     holder.expire(LANE)
     assert bench.holder("a").take(LANE)[LANE].behind == {PAIR}
 
@@ -206,17 +166,6 @@ def test_the_lanes_on_which_a_key_is_blocked(bench: Bench) -> None:
     assert bench.store.blocked_lanes(holder.connection) == []
 
 
-def thin_out(holder: Holder, kept: list[Delivery], limit: int = 1000) -> set[tuple[int, Pair]]:
-    return holder.bench.store.thin_out(
-        holder.connection,
-        holder.id,
-        list(holder.leases.values()),
-        hot={(LANE, PAIR)},
-        kept=kept,
-        limit=limit,
-    )
-
-
 @pytest.mark.parametrize("place", ["among the first", "at the end"])
 def test_a_hot_key_makes_room_for_others_behind_it(bench: Bench, place: str) -> None:
     many = 10 if place == "among the first" else 1500
@@ -228,7 +177,7 @@ def test_a_hot_key_makes_room_for_others_behind_it(bench: Bench, place: str) -> 
     running = holder.exchange(limit=4).startable
     all_of_it = bench.deliveries()
     other = all_of_it[many]
-    assert thin_out(holder, running, 5000) == {(LANE, PAIR)}
+    assert holder.thin_out([(LANE, PAIR)], running, 5000) == {(LANE, PAIR)}
     assert behind(bench) == all_of_it[4:many]
     assert ids(holder.exchange(started=running, limit=1).startable) == [other]
 
@@ -238,16 +187,5 @@ def test_a_hot_key_that_is_alone_stays(bench: Bench) -> None:
     bench.publish(new_event(key_on(LANE, 1)), *(new_event(KEY) for _ in range(10)))
     holder.take(LANE)
     before = bench.contents()
-    assert thin_out(holder, []) == set()
-    assert bench.contents() == before
-
-
-def test_a_zombie_makes_no_room(bench: Bench) -> None:
-    zombie, holder = bench.holder("a"), bench.holder("a")
-    bench.publish(*(new_event(KEY) for _ in range(10)), new_event(key_on(LANE, 1)))
-    zombie.take(LANE)
-    zombie.expire(LANE)
-    holder.take(LANE)
-    before = bench.contents()
-    assert thin_out(zombie, []) == set()
+    assert holder.thin_out([(LANE, PAIR)]) == set()
     assert bench.contents() == before

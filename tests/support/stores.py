@@ -25,6 +25,7 @@ from sqlalchemy_relaybus.stores.base import (
     LaneRequest,
     Lease,
     NewEvent,
+    Pair,
     Park,
     ParkedStatus,
     Suspect,
@@ -124,6 +125,22 @@ class Bench:
         """The ids of the parked deliveries, in order."""
         return [id for (id,) in self.read(select(self.tables.parked.c.id).order_by("id"))]
 
+    def events(self) -> list[tuple[Any, ...]]:
+        """Id and handlers of every event."""
+        return self.read(select(self.tables.events.c.id, self.tables.events.c.handlers))
+
+    def handlers_of(self, id: UUID) -> list[str]:
+        """The handlers of the deliveries of event *id*, in the order of the deliveries."""
+        table = self.tables.deliveries
+        query = select(table.c.handler).where(table.c.event_id == id).order_by(table.c.id)
+        return [handler for (handler,) in self.read(query)]
+
+    def unhandled(self) -> list[tuple[int, str]]:
+        """Id and handler of the deliveries that are set aside since no worker has their handler."""
+        table = self.tables.parked
+        query = select(table.c.id, table.c.handler).where(table.c.status == "unhandled")
+        return [(id, handler) for id, handler in self.read(query.order_by(table.c.id))]
+
     def suspects(self) -> dict[int, Suspect]:
         """The suspects by id."""
         suspects = self.tables.suspects
@@ -137,13 +154,18 @@ class Bench:
             return connection.execute(select(lanes).where(lanes.c.lane == lane)).one()
 
     def contents(self) -> dict[str, list[str]]:
-        """Every row of deliveries, parked and lanes, with its physical address."""
+        """Every row that a worker's writes change, with its physical address."""
         return {
             table.name: [
                 str(row)
                 for row in self.read(select(text("ctid::text, xmin::text"), table).order_by("lane"))
             ]
-            for table in (self.tables.deliveries, self.tables.parked, self.tables.lanes)
+            for table in (
+                self.tables.deliveries,
+                self.tables.parked,
+                self.tables.lanes,
+                self.tables.suspects,
+            )
         }
 
     def lock_lane(self, connection: Connection, lane: int, strength: str = "UPDATE") -> None:
@@ -284,6 +306,50 @@ class Holder:
     def survived(self, *deliveries: Delivery) -> None:
         """Tell that it lives, although their lanes were taken over."""
         self.bench.store.survived(self.connection, deliveries)
+
+    def renew(self, lease: float = 60) -> set[int]:
+        """Renew the leases and do nothing else; the lanes that it has still."""
+        leases = list(self.leases.values())
+        renewed = self.bench.store.renew(self.connection, self.id, leases, lease)
+        self.leases.update(renewed)
+        return set(renewed)
+
+    def relinquish(self, connection: Connection | None = None) -> set[int]:
+        """Hand all lanes back; those that were."""
+        leases = list(self.leases.values())
+        return self.bench.store.relinquish(connection or self.connection, self.id, leases)
+
+    def set_aside(self, limit: int = 1000) -> int:
+        """Set aside what it has no handler for; how many were."""
+        leases = list(self.leases.values())
+        known = list(self.handlers)
+        return self.bench.store.set_aside(self.connection, self.id, leases, known, limit)
+
+    def hold_back(
+        self, *, beyond: int = 0, limit: int = 1000, parking: Sequence[str] = ()
+    ) -> set[tuple[int, Pair]]:
+        """Set followers of blocked keys aside; those of which there were some."""
+        return self.bench.store.hold_back(
+            self.connection,
+            self.id,
+            list(self.leases.values()),
+            parking=parking,
+            beyond=beyond,
+            limit=limit,
+        )
+
+    def thin_out(
+        self, hot: Iterable[tuple[int, Pair]], kept: Sequence[Delivery] = (), limit: int = 1000
+    ) -> set[tuple[int, Pair]]:
+        """Set deliveries of hot keys aside; those of which there were some."""
+        return self.bench.store.thin_out(
+            self.connection,
+            self.id,
+            list(self.leases.values()),
+            hot=set(hot),
+            kept=kept,
+            limit=limit,
+        )
 
     def promote(self) -> list[int]:
         """Move what is due of all lanes back to the ready ones."""
