@@ -14,13 +14,24 @@ from dataclasses import dataclass
 from uuid import uuid4
 
 import pytest
-from sqlalchemy import Engine, text, update
+from sqlalchemy import Engine, func, select, text, update
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from sqlalchemy_relaybus import Context, Event, RelayBus
 from sqlalchemy_relaybus.lanes import lane_of
 from sqlalchemy_relaybus.stores.base import Delivery, Lease, Pair
-from tests.support.stores import EXPIRED, Bench, Holder, ids, key_on, new_event, parked, waiting
+from tests.support.stores import (
+    EXPIRED,
+    Bench,
+    Holder,
+    backend,
+    ids,
+    key_on,
+    new_event,
+    parked,
+    waiting,
+)
 from tests.support.workers import (
     Runs,
     dead,
@@ -85,12 +96,187 @@ def test_a_renewal_between_a_takers_snapshot_and_its_lock_keeps_the_lane(bench: 
     assert old.exchange().leases.keys() == {LANE}
 
 
+# -- takeovers against what the holder does, step by step ------------------------------------------
+
+
+def test_a_claim_that_read_before_the_lane_was_locked_is_refused(bench: Bench) -> None:
+    """Its snapshot shows the lane as its own, and the deliveries as free or running."""
+    old, new = bench.holder(), bench.holder()
+    bench.publish(new_event(KEY), new_event(OTHER_KEY))
+    old.take(LANE, lease=EXPIRED)
+    [finished] = old.exchange(limit=1, lease=EXPIRED).startable
+    with bench.connect() as taker:
+        bench.lock_lane(taker, LANE, "NO KEY UPDATE")  # as somebody's write, which comes first
+        with waiting(old.connection, lambda: old.exchange(finished=[finished])) as exchange:
+            new.begin_take(taker, LANE)
+            taker.commit()
+            before = bench.contents()
+            reply = exchange.result()
+    assert (reply.leases, reply.deleted, reply.locked) == ({}, set(), set())
+    assert (reply.startable, reply.prefetched) == ([], [])
+    assert reply.refused == {LANE}
+    assert bench.contents() == before
+
+
+def test_an_exchange_that_steps_over_locks_is_refused_beside_a_takeover(bench: Bench) -> None:
+    old, new = bench.holder(), bench.holder()
+    bench.publish(new_event(KEY), new_event(OTHER_KEY))
+    old.take(LANE, lease=EXPIRED)
+    [finished] = old.exchange(limit=1, lease=EXPIRED).startable
+    with bench.connect() as taker:
+        new.begin_take(taker, LANE)
+        for _ in ("before its commit", "after it"):
+            reply = old.exchange(finished=[finished], careful=True)
+            assert (reply.leases, reply.deleted, reply.startable) == ({}, set(), [])
+            assert reply.refused == {LANE}
+            taker.commit()
+    assert len(bench.deliveries()) == 2
+
+
+def test_an_exchange_in_progress_keeps_the_lane(bench: Bench) -> None:
+    """It has written the lane, and waits for somebody's lock on what it is to delete."""
+    old, new = bench.holder(), bench.holder()
+    bench.publish(new_event(KEY))
+    old.take(LANE, lease=EXPIRED)
+    [finished] = old.claim(lease=EXPIRED)
+    with bench.connect() as other:
+        bench.lock_delivery(other, finished.id)
+        with waiting(old.connection, lambda: old.exchange(finished=[finished])) as exchange:
+            assert new.take(LANE) == {}
+            other.rollback()
+            assert exchange.result().deleted == {finished.id}
+    assert new.take(LANE) == {}
+    assert bench.lane(LANE).holder == old.id
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_renewal_in_progress_keeps_the_lane(bench: Bench, commits: bool) -> None:
+    old, new = bench.holder(), bench.holder()
+    old.take(LANE, lease=EXPIRED)
+    renewal = bench.connect()
+    assert bench.store.renew(renewal, old.id, [old.leases[LANE]], 60).keys() == {LANE}
+    assert new.take(LANE) == {}
+    if commits:
+        renewal.commit()
+        assert new.take(LANE) == {}
+    else:
+        renewal.rollback()
+        assert new.take(LANE).keys() == {LANE}
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_renewal_beside_a_takeover_does_not_wait_and_has_no_effect(
+    bench: Bench, commits: bool
+) -> None:
+    old, new = bench.holder(), bench.holder()
+    old.take(LANE, lease=EXPIRED)
+    with bench.connect() as taker:
+        new.begin_take(taker, LANE)
+        before = bench.contents()
+        assert old.renew() == set()
+        assert bench.contents() == before
+        if commits:
+            taker.commit()
+            before = bench.contents()
+            assert old.renew() == set()
+            assert bench.contents() == before
+        else:
+            taker.rollback()
+            assert old.renew() == {LANE}
+    assert bench.lane(LANE).holder == (new.id if commits else old.id)
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_hand_back_in_progress_is_not_taken_over(bench: Bench, commits: bool) -> None:
+    """Its commit leaves the next holder no suspects: its worker lives."""
+    old, new = bench.holder(), bench.holder()
+    bench.publish(new_event(KEY))
+    old.take(LANE, lease=EXPIRED)
+    [started] = old.claim(lease=EXPIRED)
+    handing_back = bench.connect()
+    assert old.relinquish(handing_back) == {LANE}
+    assert new.take(LANE) == {}
+    if commits:
+        handing_back.commit()
+    else:
+        handing_back.rollback()
+    taken = new.take(LANE)[LANE]
+    assert taken.lease.epoch == 2
+    assert taken.suspects.keys() == (set() if commits else {started.id})
+    assert ids(new.claim()) == [started.id]
+
+
+def test_a_hand_back_between_a_takers_snapshot_and_its_lock_leaves_no_suspects(
+    bench: Bench,
+) -> None:
+    old, new = bench.holder(), bench.holder()
+    bench.publish(new_event(KEY))
+    old.take(LANE, lease=EXPIRED)
+    old.claim(lease=EXPIRED)
+    with bench.gate(new.taker) as gate:
+        with waiting(new.taker, lambda: new.take(LANE)) as takeover:
+            assert old.relinquish() == {LANE}
+            gate.rollback()
+            taken = takeover.result()[LANE]
+    assert (taken.started, taken.suspects) == ([], {})
+    assert bench.lane(LANE).holder == new.id
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_hand_back_beside_a_takeover_does_not_wait_and_has_no_effect(
+    bench: Bench, commits: bool
+) -> None:
+    old, new = bench.holder(), bench.holder()
+    old.take(LANE, lease=EXPIRED)
+    with bench.connect() as taker:
+        new.begin_take(taker, LANE)
+        before = bench.contents()
+        assert old.relinquish() == set()
+        assert bench.contents() == before
+        if commits:
+            taker.commit()
+            before = bench.contents()
+            assert old.relinquish() == set()
+            assert bench.contents() == before
+        else:
+            taker.rollback()
+            assert old.relinquish() == {LANE}
+    assert bench.lane(LANE).holder == (new.id if commits else None)
+
+
+def test_somebodys_lock_on_one_delivery_beside_the_renewal_of_the_lanes(bench: Bench) -> None:
+    """An exchange that waits for it renews nothing; what is sent instead does."""
+    holder, other = bench.holder(), bench.holder()
+    bench.publish(new_event(key_on(1)), new_event(key_on(2)))
+    holder.take(1, 2, lease=EXPIRED)
+    locked, free = finished = holder.claim(lease=EXPIRED)
+    with bench.connect() as stranger:
+        bench.lock_delivery(stranger, locked.id)
+        with waiting(holder.connection, lambda: holder.exchange(finished=finished)) as exchange:
+            assert [bench.lane(lane).version for lane in (1, 2)] == [1, 1]
+            with bench.engine.begin() as connection:  # as its lock timeout would
+                connection.execute(select(func.pg_cancel_backend(backend(holder.connection))))
+            with pytest.raises(OperationalError):
+                exchange.result()
+        assert holder.renew() == {1, 2}
+        assert other.take(1, 2) == {}
+        reply = holder.exchange(finished=finished, careful=True)
+        assert reply.leases.keys() == {1, 2}
+        assert (reply.deleted, reply.locked) == ({free.id}, {locked.id})
+    assert holder.exchange(finished=[locked], careful=True).deleted == {locked.id}
+    assert bench.deliveries() == []
+
+
 # -- stale tokens ----------------------------------------------------------------------------------
 
 
 @dataclass
 class Scene:
-    """A lane that has changed hands, with a delivery claimed and one parked that is due."""
+    """A lane that has changed hands, and something in it for everything that its holder may do.
+
+    A delivery that is claimed and suspect, one that is parked and due, one that waits behind it,
+    and one of a handler that nobody has.
+    """
 
     bench: Bench
     holder: Holder
@@ -109,13 +295,16 @@ class Scene:
 @pytest.fixture
 def scene(engine: Engine) -> Iterator[Scene]:
     with Bench(engine) as bench:
-        bench.publish(new_event(KEY), new_event(OTHER_KEY))
+        bench.publish(
+            new_event(KEY), new_event(OTHER_KEY), new_event(OTHER_KEY, handlers=("gone",))
+        )
         before, holder = bench.holder(), bench.holder()
         before.take(LANE, lease=EXPIRED)
         before.claim(lease=EXPIRED)
-        holder.take(LANE)  # charges both: epoch 2, claims 1
+        holder.take(LANE)  # epoch 2, both are suspects
         delivery, due = holder.claim()
         holder.park(parked(due, delay=0))
+        bench.publish(new_event(OTHER_KEY))
         yield Scene(bench, holder, delivery, due.id)
 
 
@@ -127,6 +316,17 @@ def older_epoch(scene: Scene) -> None:
 def other_holder(scene: Scene) -> None:
     """As after a restored backup, where an epoch comes again."""
     scene.holder.id = uuid4()
+
+
+def taken_over(scene: Scene) -> None:
+    """A zombie: what it believes was true until just now."""
+    scene.holder.expire(LANE)
+    assert scene.bench.holder().take(LANE).keys() == {LANE}
+
+
+def handed_back(scene: Scene) -> None:
+    """Nobody has taken it since, so the epoch is the same."""
+    assert scene.holder.relinquish() == {LANE}
 
 
 def older_version(scene: Scene) -> None:
@@ -155,6 +355,13 @@ def complete(scene: Scene) -> bool:
     return scene.holder.complete(scene.delivery)
 
 
+def complete_in_a_transaction(scene: Scene) -> bool:
+    with scene.bench.connect() as handler:
+        done = scene.holder.complete(scene.delivery, handler)
+        handler.commit()  # as nobody would that was refused
+    return done
+
+
 def park(scene: Scene) -> bool:
     reply = scene.bench.store.park(
         scene.holder.connection, scene.holder.id, [parked(scene.delivery)]
@@ -163,17 +370,51 @@ def park(scene: Scene) -> bool:
     return reply.parked == {scene.delivery.id}
 
 
+def renew(scene: Scene) -> bool:
+    return scene.holder.renew() == {LANE}
+
+
 def promote(scene: Scene) -> bool:
     return scene.holder.promote() == [LANE]
 
 
+def absolve(scene: Scene) -> bool:
+    suspects = scene.bench.suspects()
+    scene.holder.absolve(scene.delivery)
+    return scene.bench.suspects() != suspects
+
+
+def set_aside(scene: Scene) -> bool:
+    return scene.holder.set_aside() == 1
+
+
+def hold_back(scene: Scene) -> bool:
+    return scene.holder.hold_back() == {(LANE, Pair("a", OTHER_KEY))}
+
+
+def thin_out(scene: Scene) -> bool:
+    return scene.holder.thin_out([(LANE, PAIR)]) == {(LANE, PAIR)}
+
+
 def relinquish(scene: Scene) -> bool:
-    return scene.bench.store.relinquish(
-        scene.holder.connection, scene.holder.id, [scene.lease]
-    ) == {LANE}
+    return scene.holder.relinquish() == {LANE}
 
 
-OF_A_LANE = (renew_and_claim, finish, complete, park, promote, relinquish)
+OF_A_LANE = (
+    renew_and_claim,
+    renew,
+    finish,
+    complete,
+    complete_in_a_transaction,
+    park,
+    promote,
+    absolve,
+    set_aside,
+    hold_back,
+    thin_out,
+    relinquish,
+)
+STALE = (older_epoch, other_holder, taken_over, handed_back)
 
 
 @pytest.mark.parametrize("act", OF_A_LANE)
@@ -186,9 +427,9 @@ def test_the_present_holder_acts(scene: Scene, act: Callable[[Scene], bool]) -> 
 @pytest.mark.parametrize(
     ("act", "stale"),
     [
-        *((act, stale) for act in OF_A_LANE for stale in (older_epoch, other_holder)),
-        *((act, older_version) for act in (renew_and_claim, finish, relinquish)),
-        *((act, older_claims) for act in (complete, park)),
+        *((act, stale) for act in OF_A_LANE for stale in STALE),
+        *((act, older_version) for act in (renew_and_claim, renew, finish, relinquish)),
+        *((act, older_claims) for act in (complete, complete_in_a_transaction, park)),
     ],
 )
 def test_a_stale_token_changes_nothing(
@@ -202,14 +443,16 @@ def test_a_stale_token_changes_nothing(
 
 def test_an_exchange_with_an_older_claim_deletes_nothing_but_renews(scene: Scene) -> None:
     older_claims(scene)
+    before = scene.bench.deliveries()
     reply = scene.holder.exchange(finished=[scene.delivery], claim=False)
     assert reply.leases.keys() == {LANE}
     assert reply.deleted == reply.locked == set()
-    assert scene.bench.deliveries() == [scene.delivery.id]
+    assert scene.bench.deliveries() == before
 
 
 def test_one_lost_lane_does_not_refuse_the_others(scene: Scene) -> None:
     bench, holder = scene.bench, scene.holder
+    before = bench.deliveries()
     bench.publish(new_event(key_on(LANE + 1)))
     holder.take(LANE + 1)
     [other] = holder.exchange(LANE + 1).startable
@@ -218,11 +461,12 @@ def test_one_lost_lane_does_not_refuse_the_others(scene: Scene) -> None:
     assert reply.leases.keys() == {LANE + 1}
     assert reply.deleted == {other.id}
     assert reply.startable == reply.prefetched == []
-    assert bench.deliveries() == [scene.delivery.id]
+    assert bench.deliveries() == before
 
 
 def test_a_takeover_that_commits_while_a_park_waits_refuses_it(scene: Scene) -> None:
     """The condition is checked again on the newest version of the lane that was locked."""
+    before = scene.bench.deliveries()
     with scene.bench.connect() as other:
         scene.bench.lock_lane(other, LANE)
         with waiting(scene.holder.connection, lambda: park(scene)) as outcome:
@@ -231,7 +475,7 @@ def test_a_takeover_that_commits_while_a_park_waits_refuses_it(scene: Scene) -> 
             )
             other.commit()
             assert outcome.result() is False
-    assert scene.bench.deliveries() == [scene.delivery.id]
+    assert scene.bench.deliveries() == before
 
 
 # -- zombies ---------------------------------------------------------------------------------------

@@ -365,14 +365,20 @@ def eventually(condition: Callable[[], object], what: str, timeout: float = 60) 
         time.sleep(0.005)
 
 
+def backend(connection: Connection) -> int:
+    """The process of the server that serves *connection*."""
+    driver_connection: Any = connection.connection.driver_connection
+    pid: int = driver_connection.info.backend_pid
+    return pid
+
+
 @contextmanager
 def waiting(connection: Connection, run: Callable[[], T]) -> Iterator[Future[T]]:
     """Run *run*, which uses *connection*, in a thread; go on once it waits for a lock.
 
     It fails if *run* ends without having waited. The block lets it go on, and asks for its result.
     """
-    driver_connection: Any = connection.connection.driver_connection
-    pid = driver_connection.info.backend_pid
+    pid = backend(connection)
     with connection.engine.connect() as watcher, ThreadPoolExecutor(1) as pool:
         watcher = watcher.execution_options(isolation_level="AUTOCOMMIT")
         blockers = select(func.cardinality(func.pg_blocking_pids(pid)))
