@@ -8,23 +8,45 @@ anybody but the worker is refused, so nothing is kept without the completion.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, Engine, create_engine, text
-from sqlalchemy.exc import OperationalError
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy import Connection, Engine, create_engine, func, select, text, update
+from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from sqlalchemy_relaybus import Context, Event, Fixed, NoRetry, RelayBus, RelayBusError
 from sqlalchemy_relaybus.stores.base import Suspect
 from tests.support.effects import INSERT, written
 from tests.support.stores import EXPIRED, Bench, ids, key_on, new_event, sqlstate, waiting
-from tests.support.workers import Runs, dead, drained, eventually, publish, working
+from tests.support.workers import (
+    LIMIT,
+    Runs,
+    dead,
+    drained,
+    eventually,
+    publish,
+    steal,
+    working,
+)
+from tests.support.workers import waiting as scheduled
 
 LANE = 7
 KEY, OTHER_KEY = key_on(LANE), key_on(LANE, 1)
 SOON = Fixed(wait=0.02, max_attempts=3)
+
+
+class Rows(DeclarativeBase):
+    pass
+
+
+class Row(Rows):
+    __tablename__ = "rows_of_the_application"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    n: Mapped[int] = mapped_column(unique=True)
 
 
 @pytest.fixture
@@ -62,6 +84,70 @@ def test_a_completion_that_begins_after_a_takeover_waits_and_deletes_nothing(ben
             assert completion.result() is False
         handler.commit()
     assert bench.deliveries() == [started.id, prefetched.id]
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_completion_that_began_before_a_takeover_keeps_it_away(
+    bench: Bench, commits: bool
+) -> None:
+    """Also while its own statement is held up: the lane is locked first."""
+    old, new = bench.holder(), bench.holder()
+    bench.publish(new_event(KEY))
+    old.take(LANE, lease=EXPIRED)
+    [delivery] = old.claim(lease=EXPIRED)
+    with bench.connect() as other, bench.connect() as handler:
+        bench.lock_delivery(other, delivery.id)
+        with waiting(handler, lambda: old.complete(delivery, handler)) as completion:
+            assert new.take(LANE) == {}
+            other.rollback()
+            assert completion.result() is True
+        assert new.take(LANE) == {}
+        if commits:
+            handler.commit()
+        else:
+            handler.rollback()
+    taken = new.take(LANE)[LANE]
+    assert taken.suspects.keys() == (set() if commits else {delivery.id})
+    assert ids(new.claim()) == ([] if commits else [delivery.id])
+
+
+def test_a_transaction_that_began_before_a_takeover_does_not_complete_after_it(
+    effects: Engine, bench: Bench
+) -> None:
+    """Whatever the handler wrote and read meanwhile; what it wrote is rolled back."""
+    old, new = bench.holder(), bench.holder()
+    bench.publish(new_event(KEY))
+    old.take(LANE, lease=EXPIRED)
+    [delivery] = old.claim(lease=EXPIRED)
+    with bench.connect() as handler:
+        handler.execute(INSERT, {"n": 1, "what": "zombie"})
+        handler.execute(select(bench.tables.lanes)).all()
+        assert new.take(LANE).keys() == {LANE}
+        before = bench.contents()
+        assert old.complete(delivery, handler) is False
+        handler.rollback()
+    assert bench.contents() == before
+    assert written(effects) == []
+    with bench.connect() as handler:
+        [again] = new.claim()
+        handler.execute(INSERT, {"n": 1, "what": "successor"})
+        assert new.complete(again, handler)
+        handler.commit()
+    assert written(effects) == [(1, "successor")]
+
+
+def test_a_takeover_that_fails_lets_a_waiting_completion_go_on(bench: Bench) -> None:
+    old, new = bench.holder(), bench.holder()
+    bench.publish(new_event(KEY))
+    old.take(LANE, lease=EXPIRED)
+    [delivery] = old.claim(lease=EXPIRED)
+    with bench.connect() as taker, bench.connect() as handler:
+        new.begin_take(taker, LANE)
+        with waiting(handler, lambda: old.complete(delivery, handler)) as completion:
+            taker.rollback()
+            assert completion.result() is True
+        handler.commit()
+    assert bench.deliveries() == []
 
 
 def test_what_is_completed_after_a_takers_snapshot_is_not_claimed_again(bench: Bench) -> None:
@@ -356,3 +442,175 @@ def test_publishing_in_a_transactional_handler(bus: RelayBus, effects: Engine) -
         runs.wait(2)
         drained(bus, effects)
     assert sorted(map(str, (row[0] for row in runs.rows))) == ["2", "connection"]
+
+
+# -- errors and savepoints of the handler's own ----------------------------------------------------
+
+
+def swallow_statement(given: Any) -> None:
+    with contextlib.suppress(DBAPIError):
+        given.execute(text("SELECT 1 / 0"))
+
+
+def swallow_flush(given: Any) -> None:
+    given.add(Row(n=1))
+    given.add(Row(n=1))
+    with contextlib.suppress(DBAPIError):
+        given.flush()
+
+
+def swallow_in_an_open_savepoint(given: Any) -> None:
+    given.begin_nested()
+    swallow_statement(given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "swallow", "cause"),
+    [
+        *(
+            (kind, swallow, "current transaction is aborted")
+            for kind in ("session", "connection")
+            for swallow in (swallow_statement, swallow_in_an_open_savepoint)
+        ),
+        # SQLAlchemy has rolled the session's transaction back
+        ("session", swallow_flush, "TransactionEndedError: handler 'h' ended the transaction"),
+    ],
+)
+def test_a_database_error_that_the_handler_swallowed(
+    bus: RelayBus, effects: Engine, kind: str, swallow: Callable[[Any], None], cause: str
+) -> None:
+    """The database has given its transaction up: nothing of it is kept, and it is not done."""
+    Rows.metadata.create_all(effects)
+    seen: list[int] = []
+
+    def run(context: Context, given: Any) -> None:
+        seen.append(context.attempt)
+        given.execute(INSERT, {"n": context.attempt, "what": "x"})
+        if context.attempt == 1:
+            swallow(given)
+
+    retry = Fixed(wait=3600)
+    if kind == "session":
+
+        @bus.handler("step", name="h", mode="transactional", retry=retry)
+        def with_session(event: Event, context: Context, session: Session) -> None:
+            run(context, session)
+
+    else:
+
+        @bus.handler("step", name="h", mode="transactional", retry=retry)
+        def with_connection(event: Event, context: Context, connection: Connection) -> None:
+            run(context, connection)
+
+    publish(bus, effects, "step", 1)
+    parked = bus.tables.parked
+    with working(bus, effects):
+        eventually(lambda: scheduled(bus, effects) == 1)
+        with effects.begin() as connection:
+            [(attempts, error)] = connection.execute(
+                select(parked.c.attempts, parked.c.last_error)
+            ).all()
+            connection.execute(update(parked).values(available_at=func.clock_timestamp()))
+        drained(bus, effects)
+    assert attempts == 1
+    assert cause in error
+    assert seen == [1, 2]
+    assert written(effects) == [(2, "x")]
+
+
+@pytest.mark.parametrize("kind", ["session", "connection"])
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_savepoint_that_the_handler_left_open(
+    bus: RelayBus, effects: Engine, kind: str, fails: bool
+) -> None:
+    """What is written in it is part of the transaction: it commits with the rest, or nothing does.
+
+    A failure counts one attempt and names its cause.
+    """
+    seen: list[int] = []
+
+    def run(context: Context, given: Any) -> None:
+        seen.append(context.attempt)
+        given.execute(INSERT, {"n": context.attempt, "what": "before"})
+        given.begin_nested()
+        given.execute(INSERT, {"n": context.attempt, "what": "inside"})
+        given.begin_nested()
+        given.execute(INSERT, {"n": context.attempt, "what": "inside both"})
+        if fails and context.attempt == 1:
+            raise RuntimeError("with two savepoints open")
+
+    retry = Fixed(wait=0.02, max_attempts=2)
+    if kind == "session":
+
+        @bus.handler("step", name="h", mode="transactional", retry=retry)
+        def with_session(event: Event, context: Context, session: Session) -> None:
+            run(context, session)
+
+    else:
+
+        @bus.handler("step", name="h", mode="transactional", retry=retry)
+        def with_connection(event: Event, context: Context, connection: Connection) -> None:
+            run(context, connection)
+
+    publish(bus, effects, "step", 1)
+    with working(bus, effects):
+        drained(bus, effects)
+    done = 2 if fails else 1
+    assert seen == list(range(1, done + 1))
+    assert written(effects) == [(done, what) for what in ("before", "inside", "inside both")]
+    assert not dead(bus, effects)
+
+
+@pytest.mark.parametrize("kind", ["session", "connection"])
+@pytest.mark.parametrize("ends", ["released", "left open", "swallows everything"])
+def test_a_lease_that_is_lost_inside_a_savepoint(
+    bus: RelayBus, effects: Engine, kind: str, ends: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The fence is checked in the completion, after the handler: no savepoint can swallow it."""
+    runs, go_on = Runs(), threading.Event()
+
+    def run(context: Context, given: Any) -> None:
+        given.execute(INSERT, {"n": context.fence, "what": "outside"})
+        savepoint = given.begin_nested()
+        with contextlib.suppress(BaseException):
+            given.execute(INSERT, {"n": context.fence, "what": "inside"})
+            runs.add(context.fence, context.attempt)
+            assert go_on.wait(LIMIT)
+            if ends == "swallows everything":
+                raise RuntimeError("swallowed")
+        if ends == "released":
+            savepoint.commit()
+        elif ends == "swallows everything":
+            savepoint.rollback()
+
+    if kind == "session":
+
+        @bus.handler("step", name="h", mode="transactional")
+        def with_session(event: Event, context: Context, session: Session) -> None:
+            run(context, session)
+
+    else:
+
+        @bus.handler("step", name="h", mode="transactional")
+        def with_connection(event: Event, context: Context, connection: Connection) -> None:
+            run(context, connection)
+
+    publish(bus, effects, "step", 1, key=KEY)
+    with working(bus, effects) as worker:
+        runs.wait(1)
+        steal(bus, effects, {LANE})
+        go_on.set()
+        eventually(lambda: "was refused" in caplog.text)
+        assert written(effects) == []
+        with effects.begin() as connection:  # the thief dies
+            connection.execute(
+                update(bus.tables.lanes)
+                .where(bus.tables.lanes.c.lane == LANE)
+                .values(lease_expires_at=func.clock_timestamp())
+            )
+        drained(bus, effects)
+        assert worker.alive
+    assert runs.rows == [(1, 1), (3, 1)]
+    inside = [] if ends == "swallows everything" else [(3, "inside")]
+    assert written(effects) == [*inside, (3, "outside")]
+    assert not dead(bus, effects)
