@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Engine, create_engine, delete, text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session
 
 from sqlalchemy_relaybus import Context, Event, Fixed, RelayBus
@@ -138,6 +138,67 @@ def test_after_a_lost_reply_the_lane_tells_what_was_claimed(bench: Bench) -> Non
     state = bench.store.read_lanes(holder.connection, [LANE])[LANE]
     assert (state.lease.epoch, state.lease.version) == (before.epoch, before.version + 1)
     assert (state.started, state.prefetched) == (ids(reply.startable), ids(reply.prefetched))
+
+
+@pytest.mark.parametrize("sent", ["exchange", "renew", "relinquish", "park"])
+def test_a_connection_that_is_cut_before_the_reply(
+    bench: Bench, short_path: Path, sent: str
+) -> None:
+    """The statement has committed, and over another connection the lane says so."""
+    bench.publish(new_event(KEY), new_event(OTHER_KEY))
+    url = bench.engine.url.render_as_string(hide_password=False)
+    with (
+        proxy_to(url, short_path) as proxy,
+        open_engine(proxy.url) as engine,
+        Bench(engine) as behind,
+    ):
+        cut, new = behind.holder(), bench.holder()
+        cut.take(LANE)
+        [first] = cut.exchange(limit=1).startable
+        believed = cut.leases[LANE]
+
+        def send() -> None:
+            if sent == "exchange":
+                cut.exchange(finished=[first])
+            elif sent == "renew":
+                cut.renew()
+            elif sent == "relinquish":
+                cut.relinquish()
+            else:
+                cut.park(parked(first))
+
+        proxy.cut_reply_to(b"")  # to whatever is sent next
+        with pytest.raises(DBAPIError) as caught:
+            send()
+        assert caught.value.connection_invalidated
+        assert proxy.cuts == 1
+        # in the worker's words: written once more than it knows of, by itself
+        again = bench.holder()
+        again.id = cut.id
+        state = bench.store.read_lanes(again.connection, [LANE])[LANE]
+        if sent == "relinquish":
+            assert state.holder is None
+            assert new.take(LANE)[LANE].suspects == {}
+            assert ids(new.claim()) == ids([first]) + [first.id + 1]
+            return
+        assert (state.holder, state.lease.epoch) == (cut.id, believed.epoch)
+        if sent == "park":  # it names no version, and sent again it finds nothing
+            assert state.lease.version == believed.version
+            again.leases[LANE] = state.lease
+            assert again.park(parked(first)) == set()
+            assert bench.parked() == [first.id]
+            return
+        assert state.lease.version == believed.version + 1
+        again.leases[LANE] = believed._replace(hint=state.lease.hint)
+        assert again.exchange().leases == {}  # what it believed is refused
+        again.leases[LANE] = state.lease
+        if sent == "renew":
+            assert state.started == [first.id]
+            assert again.exchange(finished=[first]).deleted == {first.id}
+        else:  # deleted what had finished, and claimed what nobody was told of
+            [second] = bench.deliveries()
+            assert state.started == [second]
+            assert ids(again.claim()) == [second]
 
 
 class Cut:

@@ -14,6 +14,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
@@ -24,7 +25,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy_relaybus import Context, Event, Fixed, RelayBus
 from tests.support.orders import TYPE, make_bus, published
 from tests.support.stores import Bench, ids, key_on, new_event, parked, waiting
-from tests.support.workers import Runs, dead, drained, publish, working
+from tests.support.workers import Runs, dead, drained, publish, ready, working
 
 LANE = 7
 KEY, OTHER_KEY = key_on(LANE), key_on(LANE, 1)
@@ -281,3 +282,40 @@ def test_two_services_on_one_bus(engine: Engine) -> None:
     for name in ("h0", "h1"):
         for key in range(10):
             assert [r[2] for r in runs.rows if r[:2] == (name, f"k{key}")] == list(range(10))
+
+
+@pytest.mark.timeout(150)
+def test_two_saturated_workers_with_other_handlers_on_the_same_lanes(engine: Engine) -> None:
+    """A lane that both have work on goes to and fro: each starts within two lease lengths."""
+    lease, lanes, seconds = 3.0, range(4), 12.0
+    runs, both = Runs(), RelayBus()
+    services = [RelayBus(), RelayBus()]
+    for n, service in enumerate(services):
+        for bus in (both, service):
+
+            @bus.handler("step", name=f"h{n}")
+            async def h(event: Event, context: Context) -> None:
+                assert event.created_at is not None
+                waited = datetime.now(UTC) - event.created_at
+                runs.add(context.handler, event.key, event.payload, waited.total_seconds())
+                await asyncio.sleep(0.02)
+
+    keys = [key_on(lane, n) for lane in lanes for n in range(8)]
+    settings = {"lease_duration": lease, "concurrency": 2, "prefetch": 2}
+    with working(services[0], engine, **settings), working(services[1], engine, **settings):
+        publish_until, n = time.monotonic() + seconds, 0
+        while time.monotonic() < publish_until:
+            # always more than both can begin at once, and never more than a fraction of a second's
+            if ready(both, engine) < 24:
+                publish(both, engine, "step", n, key=keys[n % len(keys)])
+                n += 1
+            else:
+                time.sleep(0.005)
+        drained(both, engine, 60)
+    assert len(runs) == 2 * n
+    for name in ("h0", "h1"):
+        for key in keys:
+            mine = [row[2] for row in runs.rows if row[:2] == (name, key)]
+            assert mine == sorted(mine)
+        longest = max(row[3] for row in runs.rows if row[0] == name)
+        assert longest < 2 * lease, (name, longest, n)

@@ -23,7 +23,7 @@ from sqlalchemy_relaybus.lanes import lane_of
 from sqlalchemy_relaybus.router import OnDead
 from sqlalchemy_relaybus.worker import followers
 from tests.support.stores import Bench, ids, key_on, new_event, parked
-from tests.support.workers import Runs, dead, drained, eventually, publish, ready, working
+from tests.support.workers import LIMIT, Runs, dead, drained, eventually, publish, ready, working
 from tests.support.workers import waiting as scheduled
 
 LANE = 7
@@ -117,6 +117,51 @@ def test_later_ones_of_the_key_stay_behind_them(bench: Bench) -> None:
     assert bench.store.reclaim(other.connection, ["else"], 10) == 0
     assert bench.store.reclaim(other.connection, ["gone"], 10) == 1
     assert ids(other.claim()) == [id, *(each for each in bench.deliveries() if each != id)]
+
+
+def test_a_head_that_fails_while_its_followers_are_claimed(bench: Bench) -> None:
+    """Until its failure is committed followers seem free: so long the worker holds them back."""
+    holder = bench.holder()
+    bench.publish(*(new_event(KEY) for _ in range(4)))
+    holder.take(LANE)
+    head, *followers = holder.exchange(limit=3).startable
+    last = bench.deliveries()[3]
+    failing = bench.connect()
+    assert bench.store.park(failing, holder.id, [parked(head, delay=0)]).parked == {head.id}
+    # the park holds the lane, and the pump does not wait for it
+    reply = holder.exchange(started=[head, *followers])
+    assert reply.leases.keys() == {LANE}
+    assert ids(reply.startable) == [last]
+    failing.commit()
+    # they were given back: nothing of the key is claimed, whatever is kept of it
+    assert holder.claim() == []
+    assert holder.exchange(started=followers).startable == []
+    assert bench.parked() == [head.id]
+    assert holder.promote() == [LANE]
+    again = holder.claim()
+    assert ids(again) == [head.id, *ids(followers), last]
+    # and the failure was charged to the head alone
+    assert [each.attempts for each in again] == [1, 0, 0, 0]
+
+
+def test_a_predecessor_that_is_requeued_while_its_follower_is_in_flight(bench: Bench) -> None:
+    holder, operator = bench.holder(), bench.connect()
+    bench.publish(*(new_event(KEY) for _ in range(3)))
+    holder.take(LANE)
+    head, *_ = holder.exchange(limit=1).startable
+    holder.park(parked(head, "dead", delay=None, blocks=False))
+    [follower] = holder.exchange(limit=1).startable
+    assert bench.store.requeue(operator, [head.id]) == {head.id}
+    [last] = holder.exchange(started=[follower], limit=1).startable  # not seen yet
+    operator.commit()
+    # it comes before what nobody has claimed yet; the worker runs it when the follower has ended
+    bench.publish(new_event(KEY))
+    again, fourth = holder.exchange(started=[follower, last]).startable
+    assert (again.id, again.attempts) == (head.id, 0)
+    assert ids([follower, last, fourth]) == [head.id + 1, head.id + 2, fourth.id]
+    # a run of before it died ends nothing
+    assert not holder.complete(head)
+    assert holder.complete(again)
 
 
 # -- heads that fail -------------------------------------------------------------------------------
@@ -229,6 +274,42 @@ def _calls(engine: Engine) -> int:
     )
     with engine.connect() as connection:
         return connection.scalar(query) or 0
+
+
+def test_a_requeued_event_does_not_run_beside_a_later_one_of_its_key(
+    bus: RelayBus, engine: Engine
+) -> None:
+    runs, mended, go_on = Runs(), threading.Event(), threading.Event()
+
+    @bus.handler("step", name="h", retry=NoRetry())
+    def h(event: Event) -> None:
+        if event.payload == "bad" and not mended.is_set():
+            raise RuntimeError("not yet")
+        runs.add("began", event.payload)
+        if event.payload == 1:
+            assert go_on.wait(LIMIT)
+        runs.add("ended", event.payload)
+
+    publish(bus, engine, "step", "bad", 1, key="k")
+    lanes = bus.tables.lanes
+    with working(bus, engine):
+        runs.wait(1)
+        (letter,) = eventually(lambda: dead(bus, engine))
+        mended.set()
+        with engine.begin() as connection:
+            assert admin.requeue(connection, bus, [letter.id]) == {letter.id}
+        publish(bus, engine, "step", 2, key="k")
+
+        def claimed() -> bool:
+            with engine.connect() as connection:
+                row = connection.execute(select(lanes).where(lanes.c.lane == lane_of("k"))).one()
+            return len(row.started) + len(row.prefetched) == 3
+
+        eventually(claimed)
+        assert runs.rows == [("began", 1)]
+        go_on.set()
+        drained(bus, engine)
+    assert runs.rows == [(what, n) for n in (1, "bad", 2) for what in ("began", "ended")]
 
 
 # -- what a dead or delayed event does is a choice of the handler ----------------------------------
