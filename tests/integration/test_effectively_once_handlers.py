@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, Engine, create_engine, func, select, text, update
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from sqlalchemy_relaybus import Context, Event, Fixed, NoRetry, RelayBus, RelayBusError
@@ -232,6 +233,37 @@ def test_publishing_in_a_transactional_handler(bus: RelayBus, effects: Engine) -
 # -- errors and savepoints of the handler's own ----------------------------------------------------
 
 
+#: What a transactional handler may be given.
+KINDS = ["session", "connection", "async session"]
+
+
+def register(bus: RelayBus, kind: str, run: Callable[[Context, Any], None], **options: Any) -> None:
+    """A handler that does *run* with what it is given."""
+    handler = bus.handler("step", name="h", mode="transactional", **options)
+    if kind == "session":
+
+        @handler
+        def with_session(event: Event, context: Context, session: Session) -> None:
+            run(context, session)
+
+    elif kind == "connection":
+
+        @handler
+        def with_connection(event: Event, context: Context, connection: Connection) -> None:
+            run(context, connection)
+
+    else:
+
+        @handler
+        async def with_async(event: Event, context: Context, session: AsyncSession) -> None:
+            await session.run_sync(lambda session: run(context, session))
+
+
+@pytest.fixture
+def async_engine(database_url: str) -> AsyncEngine:
+    return create_async_engine(database_url)
+
+
 def swallow_statement(given: Any) -> None:
     with contextlib.suppress(DBAPIError):
         given.execute(text("SELECT 1 / 0"))
@@ -254,7 +286,7 @@ def swallow_in_an_open_savepoint(given: Any) -> None:
     [
         *(
             (kind, swallow, "current transaction is aborted")
-            for kind in ("session", "connection")
+            for kind in KINDS
             for swallow in (swallow_statement, swallow_in_an_open_savepoint)
         ),
         # SQLAlchemy has rolled the session's transaction back
@@ -262,7 +294,12 @@ def swallow_in_an_open_savepoint(given: Any) -> None:
     ],
 )
 def test_a_database_error_that_the_handler_swallowed(
-    bus: RelayBus, effects: Engine, kind: str, swallow: Callable[[Any], None], cause: str
+    bus: RelayBus,
+    effects: Engine,
+    async_engine: AsyncEngine,
+    kind: str,
+    swallow: Callable[[Any], None],
+    cause: str,
 ) -> None:
     """The database has given its transaction up: nothing of it is kept, and it is not done."""
     Rows.metadata.create_all(effects)
@@ -274,22 +311,10 @@ def test_a_database_error_that_the_handler_swallowed(
         if context.attempt == 1:
             swallow(given)
 
-    retry = Fixed(wait=3600)
-    if kind == "session":
-
-        @bus.handler("step", name="h", mode="transactional", retry=retry)
-        def with_session(event: Event, context: Context, session: Session) -> None:
-            run(context, session)
-
-    else:
-
-        @bus.handler("step", name="h", mode="transactional", retry=retry)
-        def with_connection(event: Event, context: Context, connection: Connection) -> None:
-            run(context, connection)
-
+    register(bus, kind, run, retry=Fixed(wait=3600))
     publish(bus, effects, "step", 1)
     parked = bus.tables.parked
-    with working(bus, effects):
+    with working(bus, effects, async_engine=async_engine):
         eventually(lambda: scheduled(bus, effects) == 1)
         with effects.begin() as connection:
             [(attempts, error)] = connection.execute(
@@ -303,10 +328,10 @@ def test_a_database_error_that_the_handler_swallowed(
     assert written(effects) == [(2, "x")]
 
 
-@pytest.mark.parametrize("kind", ["session", "connection"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_savepoint_that_the_handler_left_open(
-    bus: RelayBus, effects: Engine, kind: str, fails: bool
+    bus: RelayBus, effects: Engine, async_engine: AsyncEngine, kind: str, fails: bool
 ) -> None:
     """What is written in it is part of the transaction: it commits with the rest, or nothing does.
 
@@ -324,21 +349,9 @@ def test_a_savepoint_that_the_handler_left_open(
         if fails and context.attempt == 1:
             raise RuntimeError("with two savepoints open")
 
-    retry = Fixed(wait=0.02, max_attempts=2)
-    if kind == "session":
-
-        @bus.handler("step", name="h", mode="transactional", retry=retry)
-        def with_session(event: Event, context: Context, session: Session) -> None:
-            run(context, session)
-
-    else:
-
-        @bus.handler("step", name="h", mode="transactional", retry=retry)
-        def with_connection(event: Event, context: Context, connection: Connection) -> None:
-            run(context, connection)
-
+    register(bus, kind, run, retry=Fixed(wait=0.02, max_attempts=2))
     publish(bus, effects, "step", 1)
-    with working(bus, effects):
+    with working(bus, effects, async_engine=async_engine):
         drained(bus, effects)
     done = 2 if fails else 1
     assert seen == list(range(1, done + 1))
@@ -346,10 +359,15 @@ def test_a_savepoint_that_the_handler_left_open(
     assert not dead(bus, effects)
 
 
-@pytest.mark.parametrize("kind", ["session", "connection"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ends", ["released", "left open", "swallows everything"])
 def test_a_lease_that_is_lost_inside_a_savepoint(
-    bus: RelayBus, effects: Engine, kind: str, ends: str, caplog: pytest.LogCaptureFixture
+    bus: RelayBus,
+    effects: Engine,
+    async_engine: AsyncEngine,
+    kind: str,
+    ends: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The fence is checked in the completion, after the handler: no savepoint can swallow it."""
     runs, go_on = Runs(), threading.Event()
@@ -368,20 +386,9 @@ def test_a_lease_that_is_lost_inside_a_savepoint(
         elif ends == "swallows everything":
             savepoint.rollback()
 
-    if kind == "session":
-
-        @bus.handler("step", name="h", mode="transactional")
-        def with_session(event: Event, context: Context, session: Session) -> None:
-            run(context, session)
-
-    else:
-
-        @bus.handler("step", name="h", mode="transactional")
-        def with_connection(event: Event, context: Context, connection: Connection) -> None:
-            run(context, connection)
-
+    register(bus, kind, run)
     publish(bus, effects, "step", 1, key=KEY)
-    with working(bus, effects) as worker:
+    with working(bus, effects, async_engine=async_engine) as worker:
         runs.wait(1)
         steal(bus, effects, {LANE})
         go_on.set()

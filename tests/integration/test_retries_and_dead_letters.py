@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Engine, select, text, update
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
 from sqlalchemy_relaybus import (
@@ -195,8 +196,10 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["async", "plain", "transactional"])
-def test_whatever_is_raised_is_one_failed_attempt(bus: RelayBus, engine: Engine, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["async", "plain", "transactional", "async transactional"])
+def test_whatever_is_raised_is_one_failed_attempt(
+    bus: RelayBus, engine: Engine, database_url: str, kind: str
+) -> None:
     runs = Runs()
 
     def fail(event: Event) -> None:
@@ -212,6 +215,13 @@ def test_whatever_is_raised_is_one_failed_attempt(bus: RelayBus, engine: Engine,
 
     elif kind == "plain":
         bus.handler("step", name="h", retry=NoRetry())(fail)
+    elif kind == "async transactional":
+
+        @bus.handler("step", name="h", retry=NoRetry(), mode="transactional")
+        async def async_transactional(event: Event, session: AsyncSession) -> None:
+            await session.execute(text("SELECT 1"))
+            fail(event)
+
     else:
 
         @bus.handler("step", name="h", retry=NoRetry(), mode="transactional")
@@ -219,7 +229,7 @@ def test_whatever_is_raised_is_one_failed_attempt(bus: RelayBus, engine: Engine,
             fail(event)
 
     publish(bus, engine, "step", *range(len(ERRORS)))
-    with working(bus, engine) as worker:
+    with working(bus, engine, async_engine=create_async_engine(database_url)) as worker:
         letters = eventually(
             lambda: (rows := dead(bus, engine)) and len(rows) == len(ERRORS) and rows
         )
