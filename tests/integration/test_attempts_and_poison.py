@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
+import threading
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, func, literal, select, update
+from sqlalchemy import Engine, func, literal, select, text, update
 
 from sqlalchemy_relaybus import Event, Fixed, RelayBus
 from sqlalchemy_relaybus.lanes import lane_of
@@ -248,3 +249,45 @@ def test_a_kill_with_much_in_flight_slows_nothing_down(
         eventually(lambda: not suspects(bus, engine))
     mine = [row[0] for row in ledger(app) if row[-1] == pid]
     assert mine.index("ended") >= 150  # how many had begun by then
+
+
+def test_a_holder_that_lives_takes_back_the_crash_that_was_counted_for_it(bench: Bench) -> None:
+    """And none that was counted for another."""
+    bench.publish(new_event(KEY), new_event(KEY))
+    holders = [bench.holder() for _ in range(3)]
+    for holder in holders[:2]:
+        holder.take(LANE, lease=EXPIRED)
+        first, second = holder.claim(lease=EXPIRED)
+    holders[2].take(LANE)
+    assert bench.suspects() == {first.id: Suspect(2, 1000), second.id: Suspect(2, 1000)}
+    holders[0].survived(first)
+    assert bench.suspects() == {first.id: Suspect(1, 1000), second.id: Suspect(2, 1000)}
+    holders[1].survived(first, second)
+    holders[1].survived(first)
+    assert bench.suspects() == {first.id: Suspect(0, 1000), second.id: Suspect(1, 1000)}
+
+
+def test_a_worker_that_lost_its_lanes_and_lives_takes_the_crash_back(
+    bus: RelayBus, engine: Engine
+) -> None:
+    """What ran while it was cut off, or stopped, did not kill it."""
+    runs, release = Runs(), threading.Event()
+
+    @bus.handler("step", name="h")
+    def h(event: Event) -> None:
+        runs.add(event.payload)
+        release.wait(30)
+
+    suspects = select(bus.tables.suspects.c.crashes)
+    publish(bus, engine, "step", 1, key="k")
+    with Bench(engine) as bench, working(bus, engine, lease_duration=60.0):
+        runs.wait(1)
+        with engine.begin() as connection:
+            connection.execute(
+                update(bus.tables.lanes).values(lease_expires_at=text("clock_timestamp()"))
+            )
+        taker = bench.holder("h")
+        assert len(taker.take(lane_of("k"))[lane_of("k")].suspects) == 1
+        assert bench.read(suspects) == [(1,)]
+        release.set()  # what it reports is refused, and so it comes to know
+        eventually(lambda: bench.read(suspects) == [(0,)])

@@ -367,3 +367,25 @@ def test_a_lane_that_could_only_be_claimed_from_and_is_lost_is_noticed_at_once(
         runs.wait(2)
         drained(bus, engine)
         assert f"lost the lease on lane {lane_of('k')} " in caplog.text
+
+
+def test_a_run_under_an_earlier_lease_is_refused_beside_one_under_the_present(
+    engine: Engine,
+) -> None:
+    """Its holder has lost the lane and taken it again; the run has not been charged."""
+    with Bench(engine) as bench:
+        holder, other = bench.holder(), bench.holder()
+        bench.publish(*(new_event(key_on(LANE, n)) for n in range(4)))
+        holder.take(LANE, lease=EXPIRED)
+        before = holder.claim(lease=EXPIRED)
+        other.take(LANE, lease=EXPIRED)
+        holder.take(LANE)
+        now = holder.claim()
+        assert [d.id for d in now] == [d.id for d in before]
+
+        assert holder.park(parked(before[0]), parked(now[1])) == {now[1].id}
+        reply = holder.exchange(finished=[before[0], now[2]], started=[now[3]], claim=False)
+        assert reply.deleted == {now[2].id}
+        holder.absolve(before[0], now[3])
+        assert bench.suspects().keys() == {now[0].id, now[1].id, now[2].id}
+        assert bench.deliveries() == [now[0].id, now[3].id]

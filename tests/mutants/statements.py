@@ -45,34 +45,49 @@ def _store(*names: str) -> tuple[str, ...]:
     return tuple(f"tests/integration/test_{name}.py" for name in names)
 
 
-_TAKE = _store("store_take", "store_followers", "store_fencing")
-_PUMP = _store("store_exchange", "store_fencing", "store_take", "store_followers")
-_OUTCOMES = _store("store_fencing", "store_take", "store_exchange", "store_unhandled")
+_TAKE = _store("fencing_takeovers", "attempts_and_poison", "fencing", "store_followers")
+_PUMP = _store(
+    *("store_exchange", "fencing", "fencing_takeovers", "never_lose_an_event", "at_least_once"),
+    *("order_per_key", "order_per_key_waiting"),
+)
+_OUTCOMES = _store(
+    *("fencing", "retries_and_dead_letters", "order_per_key_waiting", "effectively_once"),
+    *("fencing_takeovers", "store_exchange", "store_unhandled"),
+)
+_KEYS = _store("order_per_key_waiting", "store_followers")
 
 STATEMENTS: Mapping[str, Statement] = {
     "take": Statement(lanes.take, _TAKE),
     "suspect": Statement(lanes.suspect, _TAKE),
     "suspects": Statement(lanes.suspects, _TAKE),
-    "renew": Statement(lanes.renew, _store("store_fencing", "store_exchange", "store_take")),
-    "relinquish": Statement(lanes.relinquish, _store("store_fencing", "store_exchange")),
+    "renew": Statement(lanes.renew, _store("fencing", "fencing_takeovers", "store_exchange")),
+    "relinquish": Statement(
+        lanes.relinquish, _store("fencing", "fencing_takeovers", "store_exchange")
+    ),
     "exchange": Statement(lambda tables: pump.exchange(tables, False), _PUMP),
     "careful exchange": Statement(lambda tables: pump.exchange(tables, True), _PUMP),
     "complete": Statement(outcomes.complete, _OUTCOMES),
     "park": Statement(outcomes.park, _OUTCOMES),
     "promote": Statement(outcomes.promote, _OUTCOMES),
-    "set aside": Statement(outcomes.set_aside, _store("store_unhandled", "store_fencing")),
-    "reclaim": Statement(outcomes.reclaim, _store("store_unhandled")),
-    "absolve": Statement(outcomes.absolve, _TAKE),
-    "hold back": Statement(followers.hold_back, _store("store_followers")),
-    "thin out": Statement(followers.thin_out, _store("store_followers")),
-    "let go": Statement(lambda tables: followers.let_go(tables, False), _store("store_followers")),
-    "let go everywhere": Statement(
-        lambda tables: followers.let_go(tables, True), _store("store_followers")
+    "set aside": Statement(
+        outcomes.set_aside, _store("store_unhandled", "fencing", "order_per_key_waiting")
     ),
+    "reclaim": Statement(outcomes.reclaim, _store("store_unhandled", "never_lose_an_event")),
+    "absolve": Statement(outcomes.absolve, _TAKE),
+    "hold back": Statement(followers.hold_back, _KEYS),
+    "thin out": Statement(followers.thin_out, _KEYS),
+    "let go": Statement(lambda tables: followers.let_go(tables, False), _KEYS),
+    "let go everywhere": Statement(lambda tables: followers.let_go(tables, True), _KEYS),
     "requeue": Statement(operations.requeue, _OUTCOMES),
-    "discard": Statement(operations.discard, _store("worker_keys")),
-    "release": Statement(operations.release, _store("worker_keys")),
-    "lock events": Statement(publish.lock_events, _store("store_publish", "store_purge")),
+    "discard": Statement(
+        operations.discard, _store("order_per_key_waiting", "retries_and_dead_letters")
+    ),
+    "release": Statement(
+        operations.release, _store("order_per_key_waiting", "retries_and_dead_letters")
+    ),
+    "lock events": Statement(
+        publish.lock_events, _store("one_run_per_event_id", "store_publish", "store_purge")
+    ),
     "lock events to purge": Statement(retention.lock_page, _store("store_purge")),
     "remove events": Statement(retention.remove, _store("store_purge")),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.mutants.mutate import mutants, parse, same
@@ -61,3 +63,9 @@ def test_what_is_said_to_change_nothing_is_still_there() -> None:
         for mutant in mutants(statement.sql)
     }
     assert EQUIVALENT.keys() <= every
+
+
+def test_the_tests_that_have_to_notice_are_there() -> None:
+    for statement in STATEMENTS.values():
+        for test in statement.tests:
+            assert Path(test).is_file(), test
