@@ -68,7 +68,7 @@ def lane(row: Row) -> int:
     ("handler_takes", "rounds", "pause"),
     [
         (0.3, 1, 0.0),
-        pytest.param(2.0, 10, 5.0, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
+        pytest.param(2.0, 6, 5.0, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
     ],
 )
 def test_three_workers_come_and_go(
@@ -87,7 +87,9 @@ def test_three_workers_come_and_go(
 
     def load(n: int) -> None:
         with Session(engine) as session, session.begin():
-            for key in chance.sample(KEYS, 5):
+            # No key gets more than its handler can do, one after another: a lane is handed over
+            # when all of it is done that was claimed, which for one key may be 64 deliveries.
+            for key in chance.sample(KEYS, 5 if handler_takes < 1 else n % 2):
                 bus.publish(session, "step", sent[key], key=key)
                 sent[key] += 1
             for _ in range(20):

@@ -74,7 +74,7 @@ TYPES = ("sleeping", "computing", "blocking", "locking", "quick")
 
 #: lease, and how long the handlers take, seconds
 LENGTHS = [
-    (3, 8),
+    (3, 7),
     pytest.param(5, 20, marks=[pytest.mark.long, pytest.mark.timeout(300)]),
 ]
 
