@@ -162,8 +162,10 @@ class Dispatcher:
                 return None
             delivery = job.deliveries.popleft()
         # The lease counts from the moment that its last renewal was sent; after its end the lane
-        # may be somebody else's.
-        if self._stopping or not delivery.hold.live(time.monotonic()):
+        # may be somebody else's. One that is to be handed over waits for what runs, and not for
+        # all that was claimed of a key.
+        hold = delivery.hold
+        if self._stopping or hold.draining or not hold.live(time.monotonic()):
             self.release(job, delivery)
             return None
         return delivery

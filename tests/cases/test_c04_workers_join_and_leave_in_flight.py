@@ -11,6 +11,7 @@ its share some seconds after it joined.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections import defaultdict
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ import pytest
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
-from sqlalchemy_relaybus import RelayBus
+from sqlalchemy_relaybus import Context, Event, RelayBus
 from sqlalchemy_relaybus.lanes import LANES, lane_of, lane_of_event
 from tests.support.ledger import (
     NOTE,
@@ -35,12 +36,15 @@ from tests.support.ledger import (
 )
 from tests.support.stores import key_on
 from tests.support.workers import (
+    Runs,
     WorkerProcess,
     drained,
     eventually,
     holders,
+    publish,
     terminated,
     worker_process,
+    working,
 )
 
 APP = """
@@ -157,3 +161,26 @@ def test_three_workers_come_and_go(
             assert ended <= min(run.began.at for run in other), number
             moved += one[0].began.pid != other[0].began.pid
     assert moved > LANES / 2  # or it was no test
+
+
+def test_a_lane_is_handed_over_when_what_runs_has_ended(engine: Engine) -> None:
+    """Not when all of a hot key has run that was claimed: that may take a minute and more."""
+    bus = RelayBus()
+    ran, go = Runs(), threading.Event()
+
+    @bus.handler("step", name="step")
+    def step(event: Event, context: Context) -> None:
+        ran.add(event.payload, context.fence)
+        assert go.wait(30)
+
+    publish(bus, engine, "step", *range(40), key="hot")
+    with working(bus, engine) as worker:
+        ran.wait(1)
+        hold = worker.worker._pump._holds.get(lane_of("hot"))
+        assert hold is not None
+        eventually(lambda: len(hold.started) == 40)
+        hold.draining = True  # as when another worker joins
+        go.set()
+        drained(bus, engine)
+    assert [payload for payload, _ in ran.rows] == list(range(40))
+    assert [payload for payload, fence in ran.rows if fence == 1] == [0]
