@@ -127,7 +127,7 @@ class Workers:
     ("events", "keys", "pause", "kills", "every"),
     [
         (1_200, 400, 0.3, 1, 0.0),
-        pytest.param(10_000, 500, 1.0, 4, 20.0, marks=[pytest.mark.long, pytest.mark.timeout(900)]),
+        pytest.param(10_000, 500, 0.7, 4, 20.0, marks=[pytest.mark.long, pytest.mark.timeout(900)]),
     ],
 )
 def test_everything_is_done_and_nothing_else_twice(
