@@ -22,7 +22,7 @@ PYTHON_NEWEST ?= $(shell \
 COMPAT_URL ?= postgresql+psycopg://postgres@127.0.0.1:5432/postgres
 WHEEL := build/wheel
 
-.PHONY: demo test lint docs compat cases-long bench mutants chaos wheel clean
+.PHONY: demo test lint docs compat cases-long property bench mutants chaos wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -52,6 +52,10 @@ compat: $(COMPAT)/.installed
 cases-long: $(STAMP)
 	$(BIN)/python -m pytest tests/cases -m long
 
+# Random histories against the model of the bus, for ten minutes or more.
+property: $(STAMP)
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/property -s
+
 # How fast a backlog is drained here, and what that costs the database.
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
@@ -59,6 +63,7 @@ bench: $(STAMP)
 # Each clause of each statement taken out in turn: do the tests notice? Goes on where it was ended.
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants
+
 # Publishers and workers under kills, crashes and cuts; figures and problems in build/chaos.json.
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos --seed $(SEED) --duration $(DURATION) --json build/chaos.json

@@ -1,0 +1,1 @@
+"""Stores against a model of the bus, and the worker's pure parts, under random histories."""
