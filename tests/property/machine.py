@@ -34,6 +34,7 @@ from sqlalchemy_relaybus.stores.base import (
     LaneRequest,
     Lease,
     NewEvent,
+    Pair,
     Park,
     ParkedStatus,
     Place,
@@ -55,6 +56,10 @@ LANES = (7, 8)
 HANDLERS = ("a", "b", "c")
 #: What a worker may handle. Nobody handles ``c`` for long.
 SKILLS = (("a", "b"), ("a", "b"), ("a", "b", "c"), ("a",))
+#: Later events of a key do not wait for a delayed one at this handler.
+PASSES = "b"
+#: How many followers an operator's command lets go at once: more than there are.
+ALL = 1000
 FIRST = UUID(int=0)
 
 
@@ -77,6 +82,8 @@ durations = st.sampled_from([0.5 * MINUTE, 1.5 * MINUTE, 3.5 * MINUTE])
 ages = st.sampled_from([0.5 * MINUTE, 2.5 * MINUTE])
 small = st.integers(1, 4)
 flags = st.booleans()
+pairs = st.builds(Pair, st.sampled_from(HANDLERS), st.sampled_from(KEYS))
+some_pairs = st.lists(pairs, min_size=1, max_size=3, unique=True)
 lanes = st.lists(st.sampled_from(LANES), min_size=1, max_size=2, unique=True)
 events = st.lists(
     st.tuples(
@@ -293,7 +300,15 @@ class BusMachine(RuleBasedStateMachine):
             if not model.locked_events[event.id] and not any(
                 each is not None and model.locked_keys[each] for each in keys
             ):
-                new.append(NewEvent(event, handlers, delay, given_id=given is not None))
+                new.append(
+                    NewEvent(
+                        event,
+                        handlers,
+                        delay,
+                        given_id=given is not None,
+                        passing=[PASSES] if PASSES in handlers else [],
+                    )
+                )
         if not new:
             return
         open = self.transaction("publisher")
@@ -652,6 +667,14 @@ class BusMachine(RuleBasedStateMachine):
         self.store.absolve(worker.connection, worker.id, deliveries)
         self.model.absolved(worker.id, deliveries)
 
+    @action(1, lambda self: self.model.stored.suspects)
+    def survive(self) -> None:
+        """Who has lost a lane and is alive takes back what the takeover counted."""
+        worker = self._any()
+        chosen = [d for d in worker.past if d.id in self.model.stored.suspects]
+        self.store.survived(worker.connection, chosen)
+        self.model.survived(chosen)
+
     # -- the parked ones -----------------------------------------------------------------------
 
     def _waiting(self, *statuses: str) -> bool:
@@ -690,6 +713,58 @@ class BusMachine(RuleBasedStateMachine):
         parked = sorted(self.model.stored.parked)
         ids = self.draw(st.lists(st.sampled_from(parked), min_size=1, unique=True), "ids")
         self.model.requeued(ids, self.store.requeue(self.operator, ids))
+
+    @action(2, lambda self: self._waiting("dead"))
+    def discard(self) -> None:
+        """Of any parked ones: only the dead are discarded."""
+        parked = sorted(self.model.stored.parked)
+        ids = self.draw(st.lists(st.sampled_from(parked), min_size=1, unique=True), "ids")
+        self.model.discarded_by_hand(ids, self.store.discard(self.operator, ids), ALL)
+
+    @action(2, lambda self: self._waiting("dead"))
+    def release_key(self) -> None:
+        pair = self.draw(pairs, "pair")
+        count = self.store.release(self.operator, *pair)
+        self.model.released(pair, count, ALL)
+
+    # -- followers -----------------------------------------------------------------------------
+
+    @action(6, lambda self: self._holders and self.model.stored.parked)
+    def hold_back(self) -> None:
+        parking = self.draw(st.sampled_from([[], ["a"], list(HANDLERS)]), "parking")
+        beyond = self.draw(st.sampled_from([0, 3, 1, 3]), "beyond")
+        limit = self.draw(st.sampled_from([100, 100, 3, 1]), "limit")
+        worker = self._any(self._holders)
+        leases = self._leases(worker)
+        reply = self.store.hold_back(
+            worker.connection, worker.id, leases, parking=parking, beyond=beyond, limit=limit
+        )
+        self.model.held_back(
+            worker.id, leases, parking=parking, beyond=beyond, limit=limit, reply=reply
+        )
+
+    @action(2, lambda self: self._holders)
+    def thin_out(self) -> None:
+        hot = [(lane_of(each.key), each) for each in self.draw(some_pairs, "hot")]
+        limit = self.draw(st.sampled_from([100, 3, 1]), "limit")
+        worker = self._any(self._holders)
+        leases = self._leases(worker)
+        kept = [each for flight in worker.flight for each in flight.values()]
+        reply = self.store.thin_out(
+            worker.connection, worker.id, leases, hot=hot, kept=kept, limit=limit
+        )
+        self.model.thinned_out(worker.id, leases, hot=hot, kept=kept, limit=limit, reply=reply)
+
+    @action(4, lambda self: self._waiting("behind"))
+    def let_go(self) -> None:
+        limit = self.draw(small, "limit")
+        drawn = self.draw(st.none() | some_pairs, "pairs")
+        asked = None if drawn is None else [(lane_of(each.key), each) for each in drawn]
+        self._let_go(asked, limit)
+
+    def _let_go(self, asked: Sequence[tuple[int, Pair]] | None, limit: int) -> None:
+        reply = self.store.let_go(self.operator, asked, limit)
+        self.model.let_go(asked, limit, reply)
 
     # -- retention -----------------------------------------------------------------------------
 
@@ -758,11 +833,12 @@ class BusMachine(RuleBasedStateMachine):
         last = self.born(HANDLERS)
         self._take(last, LANES, len(LANES), MINUTE / 2)
         same(set(last.leases), set(LANES), "the lanes that the last worker took")
-        for _ in range(10 + len(model.stored.ready) + len(model.stored.parked)):
+        for _ in range(10 + 2 * len(model.stored.ready) + 2 * len(model.stored.parked)):
             leases = list(last.leases.values())
             self._promote(last, leases, 100)
             count = self.store.reclaim(last.connection, HANDLERS, 100)
             model.reclaimed(HANDLERS, 100, count, self.seen)
+            self._let_go(None, 100)
             parked = list(model.stored.parked)
             if parked:
                 model.requeued(parked, self.store.requeue(self.operator, parked))
@@ -783,7 +859,7 @@ class BusMachine(RuleBasedStateMachine):
             model.exchanged(last.id, request, reply)
             last.started = {each.id: each for each in reply.startable}
             last.leases = reply.leases
-            if not last.started and not finished:
+            if not last.started and not finished and not model.stored.parked:
                 break
         self.equal()
         model.whole()

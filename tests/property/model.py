@@ -25,6 +25,7 @@ from sqlalchemy_relaybus.stores.base import (
     Exchanged,
     Lease,
     NewEvent,
+    Pair,
     Park,
     Parked,
     PurgedEvents,
@@ -140,6 +141,8 @@ class Addition:
     due: float | None
     #: the event itself is new, too
     fresh: bool
+    #: handlers for which it blocks nothing while it is not due
+    passing: frozenset[str] = frozenset()
 
     @property
     def lane(self) -> int:
@@ -186,7 +189,8 @@ class Model:
         for new in events:
             first = merged.setdefault(new.event.id, new)
             names = dict.fromkeys([*first.handlers, *new.handlers])
-            merged[new.event.id] = first._replace(handlers=list(names))
+            passing = [name for each in (first, new) for name in each.passing]
+            merged[new.event.id] = first._replace(handlers=list(names), passing=passing)
         additions = []
         for id, new in merged.items():
             known = self.stored.events.get(id)
@@ -199,6 +203,7 @@ class Model:
                     self.now,
                     None if new.delay is None else self.now + new.delay,
                     known is None,
+                    frozenset(new.passing),
                 )
             )
         return additions
@@ -235,7 +240,8 @@ class Model:
                 if new.due is None:
                     self.stored.ready[id] = row
                 else:
-                    self.stored.parked[id] = ParkedRow(row, "delayed", new.due, True, new.at)
+                    blocks = handler not in new.passing
+                    self.stored.parked[id] = ParkedRow(row, "delayed", new.due, blocks, new.at)
             if new.key is not None:
                 self._last[new.key] = sequence, last
 
@@ -296,6 +302,13 @@ class Model:
             if each.lane == lane and id not in there:
                 del stored.suspects[id]
 
+    def survived(self, deliveries: Iterable[Delivery]) -> None:
+        suspects = self.stored.suspects
+        for id in {each.id for each in deliveries} & suspects.keys():
+            suspect = suspects[id].suspect
+            less = suspect._replace(crashes=max(suspect.crashes - 1, 0))
+            suspects[id] = suspects[id]._replace(suspect=less)
+
     def absolved(self, holder: UUID, deliveries: Iterable[Delivery]) -> None:
         for delivery in deliveries:
             if self.holds(holder, delivery.lane, delivery.epoch):
@@ -338,12 +351,24 @@ class Model:
 
     def waits(self, id: int, row: Row) -> bool:
         """Whether an earlier delivery of its handler and key is parked in front of it."""
-        return row.key is not None and any(
-            other < id
-            and parked.blocks
-            and (parked.row.handler, parked.row.key) == (row.handler, row.key)
-            for other, parked in self.stored.parked.items()
-        )
+        return self.blocker(id, row) is not None
+
+    def blocker(self, id: int, row: Row) -> ParkedRow | None:
+        """The first parked delivery for which the delivery *id* must wait."""
+        if row.key is None:
+            return None
+        first = min(self.blocking(row.lane, Pair(row.handler, row.key)), default=id)
+        return self.stored.parked[first] if first < id else None
+
+    def blocking(self, lane: int, pair: Pair) -> list[int]:
+        """The parked deliveries of *pair* that hold later ones back."""
+        return [
+            id
+            for id, parked in sorted(self.stored.parked.items())
+            if parked.blocks
+            and parked.row.lane == lane
+            and (parked.row.handler, parked.row.key) == pair
+        ]
 
     def exchanged(self, holder: UUID, request: Exchange, reply: Exchanged) -> None:
         asked = {each.lease.lane: each for each in request.lanes}
@@ -536,6 +561,115 @@ class Model:
             self._unpark(id)
             row = self.stored.ready[id]
             self.stored.ready[id] = row._replace(attempts=0, claims=row.claims + 1)
+
+    def discarded_by_hand(self, ids: Collection[int], reply: set[int], free: int) -> None:
+        dead = {id for id, each in self.stored.parked.items() if each.status == "dead"}
+        same(reply, dead & set(ids), "which dead letters were discarded")
+        for id in sorted(reply):
+            row = self.stored.parked.pop(id).row
+            self.discarded.add((row.event, row.handler))
+            if row.key is not None:
+                self._let_go(row.lane, Pair(row.handler, row.key), free)
+
+    def released(self, pair: Pair, reply: int, free: int) -> None:
+        lane = lane_of(pair.key)
+        dead = [id for id in self.blocking(lane, pair) if self.stored.parked[id].status == "dead"]
+        same(reply, len(dead), "how many dead letters were told to let others pass")
+        for id in dead:
+            self.stored.parked[id] = self.stored.parked[id]._replace(blocks=False)
+        if dead:
+            self._let_go(lane, pair, free)
+
+    # -- followers of blocked and of hot keys --------------------------------------------------
+
+    def held_back(
+        self,
+        holder: UUID,
+        leases: Iterable[Lease],
+        *,
+        parking: Collection[str],
+        beyond: int,
+        limit: int,
+        reply: set[tuple[int, Pair]],
+    ) -> None:
+        moved = []
+        for lane in self._held(holder, leases):
+            waiting = [id for id in self._front(lane)[:limit] if self.waits(id, self._ready(id))]
+            for n, id in enumerate(waiting, 1):
+                row = self._ready(id)
+                blocker = self.blocker(id, row)
+                assert blocker is not None
+                if n > beyond or (row.handler in parking and blocker.status == "dead"):
+                    moved.append(id)
+        self._behind(moved, reply)
+
+    def thinned_out(
+        self,
+        holder: UUID,
+        leases: Iterable[Lease],
+        *,
+        hot: Collection[tuple[int, Pair]],
+        kept: Iterable[Delivery],
+        limit: int,
+        reply: set[tuple[int, Pair]],
+    ) -> None:
+        moved = []
+        for lane in self._held(holder, leases):
+            front = self._front(lane)
+            last = max((id for id in front if self._pair(id) not in hot), default=0)
+            moved += [id for id in front[:limit] if id < last and self._pair(id) in hot]
+        self._behind(set(moved) - {each.id for each in kept}, reply)
+
+    def let_go(
+        self,
+        pairs: Collection[tuple[int, Pair]] | None,
+        limit: int,
+        reply: dict[tuple[int, Pair], int],
+    ) -> None:
+        everywhere = {
+            (parked.row.lane, Pair(parked.row.handler, parked.row.key))
+            for parked in self.stored.parked.values()
+            if parked.status == "behind" and parked.row.key is not None
+        }
+        expected = {}
+        for lane, pair in everywhere if pairs is None else pairs:
+            first = self.blocking(lane, pair)[:1]
+            if not first:
+                expected[lane, pair] = 0
+            elif self.stored.parked[first[0]].status == "behind":
+                expected[lane, pair] = self._let_go(lane, pair, limit)
+        same(reply, expected, "how many followers were let go")
+
+    def _let_go(self, lane: int, pair: Pair, limit: int) -> int:
+        """The first followers of *pair* are ready, unless something blocks it."""
+        waiting = self.blocking(lane, pair)
+        if not waiting or self.stored.parked[waiting[0]].status != "behind":
+            return 0
+        ids = [id for id in waiting if self.stored.parked[id].status == "behind"][:limit]
+        for id in ids:
+            self._unpark(id)
+        return len(ids)
+
+    def _held(self, holder: UUID, leases: Iterable[Lease]) -> list[int]:
+        return [each.lane for each in leases if self.holds(holder, each.lane, each.epoch)]
+
+    def _front(self, lane: int) -> list[int]:
+        return [id for id, row in sorted(self.stored.ready.items()) if row.lane == lane]
+
+    def _ready(self, id: int) -> Row:
+        return self.stored.ready[id]
+
+    def _pair(self, id: int) -> tuple[int, Pair] | None:
+        row = self._ready(id)
+        return None if row.key is None else (row.lane, Pair(row.handler, row.key))
+
+    def _behind(self, ids: Iterable[int], reply: set[tuple[int, Pair]]) -> None:
+        """*ids* are set aside, but for what an open transaction has locked."""
+        ids = set(ids) - self.completing.keys()
+        same(reply, {self._pair(id) for id in ids}, "followers that were set aside")
+        for id in ids:
+            row = self.stored.ready.pop(id)
+            self.stored.parked[id] = ParkedRow(row, "behind", None, True, self.now)
 
     # -- retention -----------------------------------------------------------------------------
 
