@@ -45,7 +45,7 @@ def requeue(connection: Connection, bus: RelayBus | Tables, ids: Sequence[int]) 
     """Have the dead letters *ids* run again; those that were dead letters, by id.
 
     Each gets a fresh budget of attempts and keeps its last error until the next. It runs before
-    the later deliveries of its key that no worker has begun. Twice at once has one effect.
+    the later deliveries of its key that no worker has claimed. Twice at once has one effect.
     """
     return _store(connection, bus).requeue(connection, ids)
 

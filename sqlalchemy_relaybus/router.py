@@ -151,8 +151,8 @@ class Router:
 
         *on_dead* and *on_delayed* say what becomes of later events of the same key while one is in
         the dead letters, delayed or snoozed: with ``"skip"`` they go on, with ``"block"`` they wait
-        for it, with ``"park"`` they are set aside as well until it is requeued, discarded or
-        released (:mod:`~sqlalchemy_relaybus.admin`). While one is to be tried again they always
+        for it, with ``on_dead="park"`` they are set aside as well until it is requeued, discarded
+        or released (:mod:`~sqlalchemy_relaybus.admin`). While one is to be tried again they always
         wait.
 
         Raises :class:`DuplicateHandlerError` for a name that is taken and

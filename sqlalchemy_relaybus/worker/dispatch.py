@@ -8,6 +8,7 @@ the store itself holds the followers back.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import threading
@@ -125,7 +126,7 @@ class Dispatcher:
         for executor in (self._plain, self._transactional):
             for job, delivery in executor.expire(now):
                 error = TimeoutError(f"the handler ran longer than {job.handler.timeout:g} s")
-                log.warning("%r: %s; its thread is left behind", delivery, error)
+                _say(log.warning, "%r: %s; its thread is left behind", delivery, error)
                 self.conclude(job, delivery, error)
         return not (self._plain.stuck or self._transactional.stuck)
 
@@ -214,7 +215,7 @@ class Dispatcher:
             self._report((Outcome(delivery, end),))
             return True
         if isinstance(error, LostLeaseError) and job.handler.transactional:
-            log.warning("%s", error)
+            _say(log.warning, "%s", error)
             self._end_job(job, [Outcome(delivery, "lost")])
         else:
             park = _park(job.handler, delivery, error)
@@ -292,12 +293,20 @@ def describe(error: BaseException) -> str:
     return text if len(text) <= MAX_ERROR_LENGTH else text[: MAX_ERROR_LENGTH - 1] + "…"
 
 
+def _say(log: Callable[..., None], *words: object, **options: object) -> None:
+    """Log it. What ended is reported also where a filter of the application raises."""
+    with contextlib.suppress(Exception):
+        log(*words, **options)
+
+
 def _log_failure(delivery: Delivery, park: Park, error: BaseException) -> None:
     attempt = delivery.attempts + 1
     if park.status == "dead":
-        log.error("%r is dead, at attempt %d: %s", delivery, attempt, park.error, exc_info=error)
+        words = "%r is dead, at attempt %d: %s"
+        _say(log.error, words, delivery, attempt, park.error, exc_info=error)
     elif park.status == "retrying":
-        log.warning(
+        _say(
+            log.warning,
             "%r failed at attempt %d: %s; next try in %.3g s",
             delivery,
             attempt,

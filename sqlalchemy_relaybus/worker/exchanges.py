@@ -127,10 +127,10 @@ class Exchanges:
         promoted: list[Delivery] = []
         # one lease to renew takes along those that would follow soon
         soon = now
-        if any(hold.renew_at <= now for hold in self._holds):
+        if any(hold.renewal_at <= now for hold in self._holds):
             soon += settings.lease_duration / 6
         for hold in self._holds.in_turn():
-            if hold.renew_at <= soon and hold.not_before <= now:
+            if hold.renewal_at <= soon and hold.not_before <= now:
                 write(hold)
             if hold.prefetched and not stopping and (fit := flight.promote(hold, group)):
                 promoted += fit
@@ -191,6 +191,7 @@ class Exchanges:
         now = time.monotonic()
         counts = dict.fromkeys((hold.lease.lane for hold in claiming), 0)
         start: list[Delivery] = []
+        held_up: list[int] = []
         for deliveries, starts in ((reply.startable, True), (reply.prefetched, False)):
             for delivery in deliveries:
                 counts[delivery.lane] += 1
@@ -200,6 +201,10 @@ class Exchanges:
                 delivery.hold = hold
                 hold.worked_at = now
                 hold.yielded = True
+                if self._failures.concern(delivery):
+                    # claimed again when that has been recorded, which makes the lane ready
+                    held_up.append(delivery.lane)
+                    continue
                 self._followers.began(delivery)
                 if (park := self._unfit(delivery)) is not None:
                     hold.started[delivery.id] = delivery
@@ -213,8 +218,9 @@ class Exchanges:
         total = sum(counts.values())
         for hold in claiming:
             full = counts[hold.lease.lane] >= request.per_lane
-            hold.ready = full or total >= request.limit
-        self._pace.claimed(total, request.limit, more=self._holds.any_ready)
+            hold.ready = (full or total >= request.limit) and hold.lease.lane not in held_up
+        # what is held up is found by every look: no reason for another one soon
+        self._pace.claimed(total - len(held_up), request.limit, more=self._holds.any_ready)
         if start:
             self._dispatcher.submit(start)
 

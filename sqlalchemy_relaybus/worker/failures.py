@@ -55,6 +55,13 @@ class Failures:
             self._unrun.add(park.delivery.id)
         self.record_at = 0.0
 
+    def concern(self, delivery: Delivery) -> bool:
+        """Whether one of *delivery*'s handler and key is yet to be recorded: it must not start."""
+        return delivery.key is not None and any(
+            (park.delivery.handler, park.delivery.key) == (delivery.handler, delivery.key)
+            for park in self._parks.values()
+        )
+
     def forget(self, hold: Hold) -> None:
         """The lane is lost: whoever has it sees to what failed."""
         unblocked = []

@@ -66,6 +66,11 @@ class Hold:
         self.deadline = sent + lease_duration
         self.renew_at = sent + lease_duration / 3
 
+    @property
+    def renewal_at(self) -> float:
+        """When an exchange may renew the lease, and ought to."""
+        return max(self.renew_at, self.not_before)
+
     def live(self, now: float) -> bool:
         """Whether a delivery of this lane may start now."""
         return not self.lost and now < self.deadline

@@ -18,7 +18,7 @@ class Load:
     """What is started and not concluded.
 
     A delivery takes a slot of its handler's executor, so that no more is recorded as started than
-    can begin: if this worker dies, what was started is charged an attempt. Deliveries of one
+    can begin: if this worker dies, what was started counts a crash. Deliveries of one
     handler and key take one slot together, however many there are: they run one after another. So
     a key with a long queue leaves the other slots to others.
     """

@@ -333,7 +333,7 @@ class Pump:
         if isolating and flight.load.deliveries:
             idle = 0.0  # nothing begins beside what runs
         starts = idle > 0
-        renew_at = min((hold.renew_at for hold in self._holds), default=now + 3600)
+        renew_at = min((hold.renewal_at for hold in self._holds), default=now + 3600)
         if (
             renew_at <= now
             or len(flight.finished) * 2 >= settings.batch

@@ -12,12 +12,13 @@ import asyncio
 import itertools
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
 from sqlalchemy import Engine, func, literal, select, text, update
 
-from sqlalchemy_relaybus import Event, Fixed, RelayBus
+from sqlalchemy_relaybus import Event, Fixed, RelayBus, admin
 from sqlalchemy_relaybus.lanes import lane_of
 from sqlalchemy_relaybus.stores.base import Suspect
 from tests.support.application import QUICK, application_bus, ledger, noted, suspects
@@ -218,7 +219,7 @@ def test_only_the_proven_culprit_is_buried_unrun(
 
 
 def test_used_up_attempts_are_not_run_once_more(bus: RelayBus, engine: Engine) -> None:
-    """As after a handler that killed its worker each time: nothing was written but the charge."""
+    """As where a release allows fewer attempts than one has had."""
 
     @bus.handler("step", name="h", retry=Fixed(wait=0.02, max_attempts=3))
     async def h(event: Event) -> None:
@@ -231,6 +232,41 @@ def test_used_up_attempts_are_not_run_once_more(bus: RelayBus, engine: Engine) -
         (letter,) = eventually(lambda: dead(bus, engine))
     assert letter.attempts == 3
     assert letter.last_error.startswith("3 attempts are used up")
+
+
+@pytest.mark.parametrize("locked", [False, True])
+def test_used_up_attempts_hold_back_what_is_behind_them(
+    bus: RelayBus, engine: Engine, locked: bool
+) -> None:
+    """Claimed together with it; and while somebody keeps the burial from being recorded."""
+    runs = Runs()
+
+    @bus.handler("step", name="h", retry=Fixed(wait=0.02, max_attempts=3), on_dead="block")
+    def h(event: Event) -> None:
+        runs.add(event.payload)
+
+    publish(bus, engine, "step", 1, 2, key="k")
+    publish(bus, engine, "step", 3, key=key_on(lane_of("k")))
+    table = bus.tables.deliveries
+    first = select(func.min(table.c.id)).scalar_subquery()
+    with engine.begin() as connection:
+        connection.execute(update(table).where(table.c.id == first).values(attempts=3))
+    with engine.connect() as other, working(bus, engine):
+        if locked:
+            other.execute(select(table.c.id).where(table.c.id == first).with_for_update())
+        runs.wait(1)
+        if locked:
+            publish(bus, engine, "step", 4, key="k")
+            time.sleep(0.6)  # it is tried again meanwhile
+            assert not dead(bus, engine)
+            other.rollback()
+        (letter,) = eventually(lambda: dead(bus, engine))
+        assert letter.last_error.startswith("3 attempts are used up")
+        assert runs.rows == [(3,)]
+        with engine.begin() as connection:
+            admin.discard(connection, bus, [letter.id])
+        drained(bus, engine)
+    assert runs.rows == [(3,), (2,), *([(4,)] if locked else [])]
 
 
 def test_a_kill_with_much_in_flight_slows_nothing_down(

@@ -157,7 +157,6 @@ def test_a_delayed_event_runs_after_its_delay(bus: RelayBus, engine: Engine) -> 
     with working(bus, engine):
         runs.wait(5)
     order = [row[0] for row in runs.rows]
-    assert [o for o in order if o != "behind"] == [0, 0.4, 0.6, 0.8]
     assert order.index("behind") > order.index(0.6)
     for delay, at in runs.rows:
         late = (at - begun).total_seconds() - (0.6 if delay == "behind" else delay)

@@ -86,6 +86,9 @@ def _close(names: dict[str, Any]) -> None:
     for name in ("session", "connection"):  # the case may have made others under these names
         if name in names:
             names[name].close()
+    bind = getattr(names["session"], "bind", None)
+    if isinstance(bind, Engine) and bind is not names["engine"]:
+        bind.dispose()  # of the case's own making
 
 
 def _confirm(event: Event) -> None: ...

@@ -148,7 +148,7 @@ def rows_at(table: FromClause, addresses: Select[Any]) -> ColumnElement[bool]:
 def run_of(deliveries: FromClause, named: FromClause) -> LateralFromClause:
     """The row of the very run that *named* (lane, id, claims) names, looked up by the key.
 
-    ``claims`` differs once a failure of that run was recorded or a takeover has charged it.
+    ``claims`` differs once a failure of that run was recorded.
     """
     return (
         select(address(deliveries))
