@@ -80,7 +80,9 @@ def _distinct(events: Sequence[NewEvent]) -> list[NewEvent]:
         first = by_id.setdefault(new.event.id, new)
         if first is not new:
             both = dict.fromkeys(chain(first.handlers, new.handlers))
-            by_id[new.event.id] = first._replace(handlers=list(both))
+            by_id[new.event.id] = first._replace(
+                handlers=list(both), passing=[*first.passing, *new.passing]
+            )
     return list(by_id.values())
 
 
