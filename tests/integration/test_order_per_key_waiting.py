@@ -231,7 +231,7 @@ def test_a_failure_that_cannot_be_recorded_holds_its_followers(
 ) -> None:
     """Somebody has the failed row locked: nothing of its key runs before it is parked."""
     runs, locked, calls = Runs(), threading.Event(), Counter[str]()
-    for name in ("exchange", "renew", "park", "read_lanes"):
+    for name in ("exchange", "renew", "park", "read_lanes", "probe"):
         _count(monkeypatch, name, calls)
 
     @bus.handler("step", name="h", retry=Fixed(wait=0.05))
