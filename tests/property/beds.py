@@ -14,7 +14,7 @@ from sqlalchemy_relaybus.stores import store_for
 from sqlalchemy_relaybus.stores.base import Store, Suspect
 from sqlalchemy_relaybus.tables import DEFAULT_PREFIX, tables_for
 
-from .model import Contents, LaneRow, ParkedRow, Row, StoredEvent, SuspectRow
+from .contents import Contents, LaneRow, ParkedRow, Row, StoredEvent, SuspectRow
 
 
 class Bed(Protocol):

@@ -13,17 +13,14 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 from uuid import UUID
 
 from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from sqlalchemy import Connection
 
 from sqlalchemy_relaybus.event import Event
 from sqlalchemy_relaybus.lanes import lane_of, lane_of_event
@@ -39,11 +36,14 @@ from sqlalchemy_relaybus.stores.base import (
     ParkedStatus,
     Place,
 )
+from tests.support.stores import key_on
 
+from .actors import Open, Worker
 from .beds import Bed
-from .model import Addition, Contents, Model, check, same
+from .contents import Contents
+from .history import Choices, Statistics
+from .model import Model, check, same
 
-T = TypeVar("T")
 Action: TypeAlias = "Callable[[BusMachine], None]"
 Condition: TypeAlias = "Callable[[BusMachine], object]"
 
@@ -63,107 +63,23 @@ ALL = 1000
 FIRST = UUID(int=0)
 
 
-def _keys(lane: int, count: int) -> list[str]:
-    keys = (key for n in itertools.count() if lane_of(key := f"k{n}") == lane)
-    return list(itertools.islice(keys, count))
-
-
 def _ids(start: int) -> Iterable[UUID]:
     """Ids of events on one of :data:`LANES`, should they have no key."""
     return (id for n in itertools.count(start) if lane_of_event(id := UUID(int=n << 8)) in LANES)
 
 
-KEYS = [*_keys(LANES[0], 2), *_keys(LANES[1], 1)]
+KEYS = [key_on(LANES[0]), key_on(LANES[0], 1), key_on(LANES[1])]
+PAIRS = [Pair(handler, key) for handler in HANDLERS for key in KEYS]
 #: Ids that publishers supply, so that they come again.
 GIVEN = list(itertools.islice(_ids(1), 4))
 
 #: Half minutes, while the clock shows whole ones: nothing ends just now.
-durations = st.sampled_from([0.5 * MINUTE, 1.5 * MINUTE, 3.5 * MINUTE])
-ages = st.sampled_from([0.5 * MINUTE, 2.5 * MINUTE])
-small = st.integers(1, 4)
-flags = st.booleans()
-pairs = st.builds(Pair, st.sampled_from(HANDLERS), st.sampled_from(KEYS))
-some_pairs = st.lists(pairs, min_size=1, max_size=3, unique=True)
-lanes = st.lists(st.sampled_from(LANES), min_size=1, max_size=2, unique=True)
-events = st.lists(
-    st.tuples(
-        st.none() | st.sampled_from(GIVEN),
-        st.sampled_from([None, *KEYS, *KEYS]),
-        st.lists(st.sampled_from(HANDLERS), min_size=1, max_size=3, unique=True),
-        st.sampled_from([None, None, None, 0.5 * MINUTE, 1.5 * MINUTE]),
-    ),
-    min_size=1,
-    max_size=4,
-)
-
-
-@dataclass(eq=False)
-class Worker:
-    """What a worker believes."""
-
-    name: str
-    id: UUID
-    handlers: Sequence[str]
-    #: for single statements, and for takeovers
-    connection: Connection
-    taker: Connection
-    leases: dict[int, Lease] = field(default_factory=dict)
-    started: dict[int, Delivery] = field(default_factory=dict)
-    prefetched: dict[int, Delivery] = field(default_factory=dict)
-    #: done, and to be deleted by an exchange
-    finished: dict[int, Delivery] = field(default_factory=dict)
-    #: runs that have ended, or whose lane was lost: abandoned threads may still report them
-    past: list[Delivery] = field(default_factory=list)
-
-    @property
-    def flight(self) -> list[dict[int, Delivery]]:
-        return [self.started, self.prefetched, self.finished]
-
-    def on(self, lanes: Iterable[int], deliveries: dict[int, Delivery]) -> list[Delivery]:
-        """Those of *deliveries* that are on *lanes*, in order."""
-        wanted = set(lanes)
-        return [each for _, each in sorted(deliveries.items()) if each.lane in wanted]
-
-    def heads(self, busy: Iterable[int] = ()) -> list[Delivery]:
-        """What runs: of each handler and key the first in flight, unless it is *busy*."""
-        seen: set[tuple[str, str]] = set()
-        found = []
-        for id, each in sorted({**self.prefetched, **self.started}.items()):
-            run = each.handler, each.key or str(id)
-            if run not in seen and id in self.started and id not in busy:
-                found.append(each)
-            seen.add(run)
-        return found
-
-    def lose(self, lane: int) -> None:
-        """What was in flight on *lane* is over."""
-        self.leases.pop(lane, None)
-        for deliveries in self.flight:
-            for each in self.on([lane], deliveries):
-                self.past.append(deliveries.pop(each.id))
-
-    def give_back(self, head: Delivery) -> None:
-        """*head* has ended; its followers in flight have not begun, and are claimed again."""
-        self.started.pop(head.id, None)
-        if head.key is not None:
-            for deliveries in (self.started, self.prefetched):
-                for each in list(deliveries.values()):
-                    if (each.handler, each.key) == (head.handler, head.key):
-                        del deliveries[each.id]
-
-
-@dataclass(eq=False)
-class Open:
-    """A transaction that has not ended: a handler's or a publisher's."""
-
-    name: str
-    connection: Connection
-    stack: ExitStack
-    worker: Worker | None = None
-    delivery: Delivery | None = None
-    additions: list[Addition] = field(default_factory=list)
-    events: list[UUID] = field(default_factory=list)
-    keys: list[str] = field(default_factory=list)
+DURATIONS = (0.5 * MINUTE, 1.5 * MINUTE, 3.5 * MINUTE)
+AGES = (0.5 * MINUTE, 2.5 * MINUTE)
+SMALL = (1, 2, 3, 4)
+FLAGS = (False, True)
+#: What decides on a step, or on the beginning.
+SEEDS = st.integers(0, 2**32 - 1)
 
 
 def action(weight: int, when: Condition | None = None) -> Callable[[Action], Action]:
@@ -174,32 +90,6 @@ def action(weight: int, when: Condition | None = None) -> Callable[[Action], Act
         return act
 
     return add
-
-
-class Statistics:
-    """What all machines of a run have done."""
-
-    def __init__(self, every: float | None = None) -> None:
-        self.examples = 0
-        self.steps = 0
-        self.claimed = 0
-        self.refused = 0
-        self._began = time.monotonic()
-        self._every = every
-        self._told = self._began
-
-    def __str__(self) -> str:
-        return (
-            f"{self.examples} histories, {self.steps} steps, {self.claimed} deliveries claimed, "
-            f"{self.refused} writes refused, {time.monotonic() - self._began:.0f} s"
-        )
-
-    def tell(self) -> None:
-        """Print progress now and then, where that is wanted."""
-        now = time.monotonic()
-        if self._every is not None and now - self._told >= self._every:
-            self._told = now
-            print(self, file=sys.stderr, flush=True)
 
 
 class BusMachine(RuleBasedStateMachine):
@@ -261,34 +151,48 @@ class BusMachine(RuleBasedStateMachine):
 
     # -- the beginning -------------------------------------------------------------------------
 
-    @initialize(batches=st.lists(events, min_size=1, max_size=3), takes=lanes)
-    def start(self, batches: list[list[Any]], takes: list[int]) -> None:
+    @initialize(seed=SEEDS)
+    def start(self, seed: int) -> None:
+        self._chosen(seed)
         self.workers = [self.born(skills) for skills in SKILLS[:3]]
-        for batch in batches:
-            self._publish(batch, False)
-        self._take(self.workers[0], takes, 2, 1.5 * MINUTE)
+        for _ in range(self.one((1, 2, 3), "publishers")):
+            self._publish(self._batch(), False)
+        self._take(self.workers[0], self.some(LANES, "lanes"), 2, 1.5 * MINUTE)
 
-    @rule(data=st.data())
-    def step(self, data: st.DataObject) -> None:
+    @rule(seed=SEEDS)
+    def step(self, seed: int) -> None:
         """One action. Hypothesis would choose rules evenly, and leave some out of a history."""
-        self.data = data
+        self._chosen(seed)
         likely = [
-            act
+            act.__name__
             for act, weight, when in ACTIONS
             if when is None or when(self)
             for _ in range(weight)
         ]
-        self.draw(st.sampled_from(likely), "action")(self)
+        getattr(self, self.one(likely, "action"))()
 
-    def draw(self, strategy: st.SearchStrategy[T], what: str) -> T:
-        return self.data.draw(strategy, what)
+    def _chosen(self, seed: int) -> None:
+        choices = Choices(seed)
+        self.one, self.some = choices.one, choices.some
 
     # -- publishers ----------------------------------------------------------------------------
 
     @action(5)
     def publish(self) -> None:
-        stays_open = self.draw(st.sampled_from([False, False, True]), "stays open")
-        self._publish(self.draw(events, "events"), stays_open)
+        stays_open = self.one([False, False, True], "stays open")
+        self._publish(self._batch(), stays_open)
+
+    def _batch(self) -> list[Any]:
+        """Of each event: its id if the publisher gives one, its key, handlers and delay."""
+        return [
+            (
+                self.one([None, *GIVEN], "id") if self.one(FLAGS, "has an id") else None,
+                self.one([None, *KEYS, *KEYS], "key"),
+                self.some(HANDLERS, "handlers"),
+                self.one([None, None, None, 0.5 * MINUTE, 1.5 * MINUTE], "delay"),
+            )
+            for _ in range(self.one((1, 2, 3, 4), "events"))
+        ]
 
     def _publish(self, batch: list[Any], stays_open: bool) -> None:
         model = self.model
@@ -325,9 +229,9 @@ class BusMachine(RuleBasedStateMachine):
 
     @action(5, lambda self: self.open)
     def end_transaction(self) -> None:
-        commit = self.draw(st.sampled_from([True, True, False]), "commit")
+        commit = self.one([True, True, False], "commit")
         by_name = {open.name: open for open in self.open}
-        self._end(by_name[self.draw(st.sampled_from(list(by_name)), "transaction")], commit)
+        self._end(by_name[self.one(list(by_name), "transaction")], commit)
 
     def _end(self, open: Open, commit: bool) -> None:
         if commit:
@@ -351,7 +255,7 @@ class BusMachine(RuleBasedStateMachine):
 
     @action(5)
     def time_passes(self) -> None:
-        minutes = self.draw(st.sampled_from([1, 1, 2, 5]), "minutes")
+        minutes = self.one([1, 1, 2, 5], "minutes")
         self._sleep(minutes)
 
     def _sleep(self, minutes: int) -> None:
@@ -361,7 +265,7 @@ class BusMachine(RuleBasedStateMachine):
     @action(1)
     def crash(self) -> None:
         """A worker dies, with its transactions; its process starts again as another holder."""
-        handlers = self.draw(st.sampled_from(SKILLS), "handlers")
+        handlers = self.one(SKILLS, "handlers")
         worker = self._any()
         for open in [each for each in self.open if each.worker is worker]:
             self._end(open, False)
@@ -372,16 +276,16 @@ class BusMachine(RuleBasedStateMachine):
 
     def _any(self, workers: Sequence[Worker] | None = None) -> Worker:
         by_name = {worker.name: worker for worker in workers or self.workers}
-        return by_name[self.draw(st.sampled_from(list(by_name)), "worker")]
+        return by_name[self.one(list(by_name), "worker")]
 
     # -- lanes ---------------------------------------------------------------------------------
 
     @action(4)
     def take(self) -> None:
         """Of any lanes, also those that it believes to have: it never takes from itself."""
-        wanted = self.draw(lanes, "lanes")
-        limit = self.draw(st.integers(1, 2), "limit")
-        lease = self.draw(durations, "lease")
+        wanted = self.some(LANES, "lanes")
+        limit = self.one((1, 2), "limit")
+        lease = self.one(DURATIONS, "lease")
         self._take(self._any(), wanted, limit, lease)
 
     def _take(self, worker: Worker, wanted: Sequence[int], limit: int, lease: float) -> None:
@@ -395,18 +299,18 @@ class BusMachine(RuleBasedStateMachine):
     def lane_goes_round(self) -> None:
         """Another worker takes a lane and hands it back, while its holder sleeps."""
         worker = self._any(self._holders)
-        lane = self.draw(st.sampled_from(sorted(worker.leases)), "lane")
+        lane = self.one(sorted(worker.leases), "lane")
         other = self._any([each for each in self.workers if each is not worker])
         self._sleep(5)
         self._take(other, [lane], 1, MINUTE / 2)
-        if lane in other.leases and self.draw(flags, "comes back"):
+        if lane in other.leases and self.one(FLAGS, "comes back"):
             self._relinquish(other, [other.leases[lane]])
             other.lose(lane)
             self._take(worker, [lane], 1, 3.5 * MINUTE)
 
     @action(1, lambda self: self._holders)
     def renew(self) -> None:
-        lease = self.draw(durations, "lease")
+        lease = self.one(DURATIONS, "lease")
         worker = self._any(self._holders)
         leases = self._leases(worker)
         reply = self.store.renew(worker.connection, worker.id, leases, lease)
@@ -419,7 +323,7 @@ class BusMachine(RuleBasedStateMachine):
     def relinquish(self) -> None:
         worker = self._any(self._holders)
         reply = self._relinquish(worker, self._leases(worker))
-        if self.draw(flags, "knows of it"):
+        if self.one(FLAGS, "knows of it"):
             for lane in reply:
                 worker.lose(lane)
 
@@ -453,14 +357,12 @@ class BusMachine(RuleBasedStateMachine):
 
     def _leases(self, worker: Worker) -> list[Lease]:
         """Some of its leases; perhaps of an older version, as before a reply that was lost."""
-        lanes = self.draw(
-            st.lists(st.sampled_from(sorted(worker.leases)), min_size=1, unique=True), "lanes"
-        )
+        lanes = self.some(sorted(worker.leases), "lanes")
         return [self._lease(worker, lane) for lane in lanes]
 
     def _lease(self, worker: Worker, lane: int) -> Lease:
         lease = worker.leases[lane]
-        how = self.draw(st.sampled_from(["own"] * 4 + ["found", "older"]), "lease")
+        how = self.one(["own"] * 4 + ["found", "older"], "lease")
         if how != "own":
             # the hint helps to find the lane, and is no part of the fence
             stored = self.store.read_lanes(worker.connection, [lane])
@@ -476,11 +378,11 @@ class BusMachine(RuleBasedStateMachine):
 
     @action(14, lambda self: self._holders)
     def exchange(self) -> None:
-        finish = self.draw(st.sampled_from([0, 1, 2, 4]), "how many are done")
-        limit = self.draw(st.sampled_from([6, 6, 3, 2, 1, 0]), "limit")
-        room = self.draw(st.sampled_from([4, 6, 2, 1, 0]), "room")
-        promotes = self.draw(flags, "begin those claimed ahead")
-        lost = self.draw(st.sampled_from([False, False, False, True]), "the reply is lost")
+        finish = self.one([0, 1, 2, 4], "how many are done")
+        limit = self.one([6, 6, 3, 2, 1, 0], "limit")
+        room = self.one([4, 6, 2, 1, 0], "room")
+        promotes = self.one(FLAGS, "begin those claimed ahead")
+        lost = self.one([False, False, False, True], "the reply is lost")
         worker = self._any(self._holders)
         leases = self._leases(worker)
         lanes = [lease.lane for lease in leases]
@@ -488,12 +390,12 @@ class BusMachine(RuleBasedStateMachine):
             # one after another: the next of a key runs when the one before has ended
             heads = worker.on(lanes, {d.id: d for d in worker.heads(self.busy())})
             if heads:
-                done = self.draw(st.sampled_from(heads), "done")
+                done = self.one(heads, "done")
                 worker.finished[done.id] = worker.started.pop(done.id)
         finished = worker.on(lanes, worker.finished)
         late = [each for each in self.past(worker) if each.lane in lanes]
-        if bool(late) and self.draw(flags, "an old run is reported"):
-            finished.append(self.draw(st.sampled_from(late), "old run"))
+        if bool(late) and self.one(FLAGS, "an old run is reported"):
+            finished.append(self.one(late, "old run"))
         started = worker.on(lanes, worker.started)
         prefetched = worker.on(lanes, worker.prefetched)
         promoted = prefetched if promotes else []
@@ -502,8 +404,8 @@ class BusMachine(RuleBasedStateMachine):
             lanes=[
                 LaneRequest(
                     lease,
-                    self.draw(st.sampled_from([True, True, True, False]), "claim"),
-                    lease.lane in must or self.draw(flags, "write"),
+                    self.one([True, True, True, False], "claim"),
+                    lease.lane in must or self.one(FLAGS, "write"),
                 )
                 for lease in leases
             ],
@@ -512,11 +414,11 @@ class BusMachine(RuleBasedStateMachine):
             prefetched=[] if promotes else prefetched,
             handlers=worker.handlers,
             limit=limit,
-            per_lane=self.draw(st.sampled_from([4, 2, 1]), "per lane"),
+            per_lane=self.one([4, 2, 1], "per lane"),
             room=room,
-            lease_duration=self.draw(durations, "duration"),
+            lease_duration=self.one(DURATIONS, "duration"),
             company=len(worker.started) + min(room, limit),
-            careful=self.draw(flags, "careful"),
+            careful=self.one(FLAGS, "careful"),
         )
         reply = self.store.exchange(worker.connection, worker.id, request)
         self._refused(len(reply.refused))
@@ -547,7 +449,7 @@ class BusMachine(RuleBasedStateMachine):
         """The reply was lost: perhaps sent again, then read what became of it."""
         before = {each.lease.lane: each.lease for each in request.lanes}
         stored = self.store.read_lanes(worker.connection, list(before))
-        if self.draw(flags, "sent again"):
+        if self.one(FLAGS, "sent again"):
             request.lanes = [
                 each._replace(lease=each.lease._replace(hint=stored[each.lease.lane].lease.hint))
                 for each in request.lanes
@@ -575,9 +477,9 @@ class BusMachine(RuleBasedStateMachine):
     @action(5, lambda self: self._running)
     def complete(self) -> None:
         """In a handler's transaction, which may stay open for long."""
-        stays_open = self.draw(flags, "stays open")
+        stays_open = self.one(FLAGS, "stays open")
         worker = self._any(self._running)
-        delivery = self.draw(st.sampled_from(worker.heads(self.busy())), "delivery")
+        delivery = self.one(worker.heads(self.busy()), "delivery")
         self._complete(worker, delivery, stays_open)
 
     def _complete(self, worker: Worker, delivery: Delivery, stays_open: bool) -> None:
@@ -598,16 +500,14 @@ class BusMachine(RuleBasedStateMachine):
 
     @action(5, lambda self: self._running)
     def fail(self) -> None:
-        count = self.draw(st.integers(1, 2), "how many")
+        count = self.one((1, 2), "how many")
         worker = self._any(self._running)
         heads = worker.heads(self.busy())
-        chosen = self.draw(
-            st.lists(st.sampled_from(heads), min_size=1, max_size=count, unique=True), "failed"
-        )
+        chosen = self.some(heads, "failed", count)
         parks = [self._park(each) for each in chosen]
         late = [each for each in self.past(worker) if each.id not in {d.id for d in chosen}]
-        if bool(late) and self.draw(flags, "an old run fails, too"):
-            parks.append(self._park(self.draw(st.sampled_from(late), "old run")))
+        if bool(late) and self.one(FLAGS, "an old run fails, too"):
+            parks.append(self._park(self.one(late, "old run")))
         self._record(worker, parks)
         for each in chosen:
             worker.give_back(each)
@@ -619,18 +519,16 @@ class BusMachine(RuleBasedStateMachine):
         self.model.parks(worker.id, parks, reply)
 
     def _park(self, delivery: Delivery) -> Park:
-        status: ParkedStatus = self.draw(
-            st.sampled_from(["retrying", "retrying", "snoozed", "dead"]), "status"
-        )
-        delay = None if status == "dead" else self.draw(durations, "delay")
-        blocks = self.draw(st.sampled_from([True, True, False]), "blocks")
+        status: ParkedStatus = self.one(["retrying", "retrying", "snoozed", "dead"], "status")
+        delay = None if status == "dead" else self.one(DURATIONS, "delay")
+        blocks = self.one([True, True, False], "blocks")
         return Park(delivery, status, delay, int(status == "retrying"), "it failed", blocks)
 
     @action(1, lambda self: self._running)
     def release(self) -> None:
         """Give a delivery back that has not begun to run: the store learns it by the next list."""
         worker = self._any(self._running)
-        worker.give_back(self.draw(st.sampled_from(worker.heads(self.busy())), "delivery"))
+        worker.give_back(self.one(worker.heads(self.busy()), "delivery"))
 
     @property
     def _reminiscent(self) -> list[Worker]:
@@ -639,9 +537,9 @@ class BusMachine(RuleBasedStateMachine):
     @action(4, lambda self: self._reminiscent)
     def old_run_reports(self) -> None:
         """A run that has ended, or whose lane was lost, goes on in an abandoned thread."""
-        how = self.draw(st.sampled_from(["complete", "complete", "park", "absolve"]), "how")
+        how = self.one(["complete", "complete", "park", "absolve"], "how")
         worker = self._any(self._reminiscent)
-        delivery = self.draw(st.sampled_from(self.past(worker)), "delivery")
+        delivery = self.one(self.past(worker), "delivery")
         if how == "complete":
             self._complete(worker, delivery, False)
         elif how == "park":
@@ -660,8 +558,7 @@ class BusMachine(RuleBasedStateMachine):
         }
         if known:
             worker = self._any(list(known))
-            chosen = st.lists(st.sampled_from(known[worker]), min_size=1, max_size=2, unique=True)
-            self._absolve(worker, self.draw(chosen, "deliveries"))
+            self._absolve(worker, self.some(known[worker], "deliveries", 2))
 
     def _absolve(self, worker: Worker, deliveries: Sequence[Delivery]) -> None:
         self.store.absolve(worker.connection, worker.id, deliveries)
@@ -682,7 +579,7 @@ class BusMachine(RuleBasedStateMachine):
 
     @action(4, lambda self: self._holders and self._waiting("delayed", "retrying", "snoozed"))
     def promote(self) -> None:
-        limit = self.draw(small, "limit")
+        limit = self.one(SMALL, "limit")
         worker = self._any(self._holders)
         self._promote(worker, self._leases(worker), limit)
 
@@ -692,8 +589,8 @@ class BusMachine(RuleBasedStateMachine):
 
     @action(2, lambda self: self._holders)
     def set_aside(self) -> None:
-        limit = self.draw(small, "limit")
-        others = self.draw(st.sampled_from([(), ("b",)]), "others' handlers")
+        limit = self.one(SMALL, "limit")
+        others = self.one([(), ("b",)], "others' handlers")
         worker = self._any(self._holders)
         leases = self._leases(worker)
         known = [*worker.handlers, *others]
@@ -702,7 +599,7 @@ class BusMachine(RuleBasedStateMachine):
 
     @action(2, lambda self: self._waiting("unhandled"))
     def reclaim(self) -> None:
-        limit = self.draw(small, "limit")
+        limit = self.one(SMALL, "limit")
         worker = self._any()
         count = self.store.reclaim(worker.connection, worker.handlers, limit)
         self.model.reclaimed(worker.handlers, limit, count, self.seen)
@@ -711,19 +608,19 @@ class BusMachine(RuleBasedStateMachine):
     def requeue(self) -> None:
         """Of any parked ones: only the dead are requeued."""
         parked = sorted(self.model.stored.parked)
-        ids = self.draw(st.lists(st.sampled_from(parked), min_size=1, unique=True), "ids")
+        ids = self.some(parked, "ids")
         self.model.requeued(ids, self.store.requeue(self.operator, ids))
 
     @action(2, lambda self: self._waiting("dead"))
     def discard(self) -> None:
         """Of any parked ones: only the dead are discarded."""
         parked = sorted(self.model.stored.parked)
-        ids = self.draw(st.lists(st.sampled_from(parked), min_size=1, unique=True), "ids")
+        ids = self.some(parked, "ids")
         self.model.discarded_by_hand(ids, self.store.discard(self.operator, ids), ALL)
 
     @action(2, lambda self: self._waiting("dead"))
     def release_key(self) -> None:
-        pair = self.draw(pairs, "pair")
+        pair = self.one(PAIRS, "pair")
         count = self.store.release(self.operator, *pair)
         self.model.released(pair, count, ALL)
 
@@ -731,9 +628,9 @@ class BusMachine(RuleBasedStateMachine):
 
     @action(6, lambda self: self._holders and self.model.stored.parked)
     def hold_back(self) -> None:
-        parking = self.draw(st.sampled_from([[], ["a"], list(HANDLERS)]), "parking")
-        beyond = self.draw(st.sampled_from([0, 3, 1, 3]), "beyond")
-        limit = self.draw(st.sampled_from([100, 100, 3, 1]), "limit")
+        parking = self.one([[], ["a"], list(HANDLERS)], "parking")
+        beyond = self.one([0, 3, 1, 3], "beyond")
+        limit = self.one([100, 100, 3, 1], "limit")
         worker = self._any(self._holders)
         leases = self._leases(worker)
         reply = self.store.hold_back(
@@ -745,8 +642,8 @@ class BusMachine(RuleBasedStateMachine):
 
     @action(2, lambda self: self._holders)
     def thin_out(self) -> None:
-        hot = [(lane_of(each.key), each) for each in self.draw(some_pairs, "hot")]
-        limit = self.draw(st.sampled_from([100, 3, 1]), "limit")
+        hot = [(lane_of(each.key), each) for each in self.some(PAIRS, "hot", 3)]
+        limit = self.one([100, 3, 1], "limit")
         worker = self._any(self._holders)
         leases = self._leases(worker)
         kept = [each for flight in worker.flight for each in flight.values()]
@@ -757,9 +654,10 @@ class BusMachine(RuleBasedStateMachine):
 
     @action(4, lambda self: self._waiting("behind"))
     def let_go(self) -> None:
-        limit = self.draw(small, "limit")
-        drawn = self.draw(st.none() | some_pairs, "pairs")
-        asked = None if drawn is None else [(lane_of(each.key), each) for each in drawn]
+        limit = self.one(SMALL, "limit")
+        everywhere = self.one(FLAGS, "everywhere")
+        pairs = [] if everywhere else self.some(PAIRS, "pairs", 3)
+        asked = None if everywhere else [(lane_of(each.key), each) for each in pairs]
         self._let_go(asked, limit)
 
     def _let_go(self, asked: Sequence[tuple[int, Pair]] | None, limit: int) -> None:
@@ -770,8 +668,8 @@ class BusMachine(RuleBasedStateMachine):
 
     @action(2)
     def purge_events(self) -> None:
-        age = self.draw(ages, "age")
-        limit = self.draw(st.integers(1, 5), "limit")
+        age = self.one(AGES, "age")
+        limit = self.one((1, 2, 3, 4, 5), "limit")
         pages = []
         start: UUID | None = FIRST
         while start is not None:
@@ -783,9 +681,9 @@ class BusMachine(RuleBasedStateMachine):
 
     @action(2, lambda self: self._waiting("dead"))
     def purge_dead(self) -> None:
-        age = self.draw(ages, "age")
-        limit = self.draw(st.integers(1, 3), "limit")
-        pages = self.draw(st.integers(1, 3), "pages")
+        age = self.one(AGES, "age")
+        limit = self.one((1, 2, 3), "limit")
+        pages = self.one((1, 2, 3), "pages")
         after: Place | None = None
         for _ in range(pages):
             with self.retention.begin():
@@ -803,7 +701,7 @@ class BusMachine(RuleBasedStateMachine):
 
     @action(1)
     def enlist(self) -> None:
-        ttl = self.draw(durations, "ttl")
+        ttl = self.one(DURATIONS, "ttl")
         worker = self._any()
         live = self.store.enlist(worker.connection, worker.id, "test", worker.handlers, ttl)
         self.model.enlisted(worker.id, worker.handlers, ttl, live.others)

@@ -1,11 +1,11 @@
 """The bus as it ought to be: plain Python, no SQL, nothing at the same time.
 
-:class:`Contents` is what a store keeps, in terms of the contract. :class:`Model` keeps the same by
-itself: each method is told what a worker or publisher asked and what the store answered, refuses
-an answer that the contract does not allow, and does what the store ought to have done. Where the
-contract leaves a choice (which of the free lanes, which ids), the model follows the store's choice
-if it is one of the allowed. After every step the two must be equal; so whatever a refused write
-changed, or a granted one did not, is found at once.
+:class:`Model` keeps the same :class:`Contents` as the store, by itself: each method is told what a
+worker or publisher asked and what the store answered, refuses an answer that the contract does not
+allow, and does what the store ought to have done. Where the contract leaves a choice (which of the
+free lanes, which ids), the model follows the store's choice if it is one of the allowed. After
+every step the two must be equal; so whatever a refused write changed, or a granted one did not, is
+found at once.
 
 Times are seconds of the test's clock.
 """
@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from dataclasses import dataclass
 from uuid import UUID
 
 from sqlalchemy_relaybus.lanes import lane_of, lane_of_event
@@ -35,7 +34,7 @@ from sqlalchemy_relaybus.stores.base import (
     Taken,
 )
 
-NOBODY: frozenset[int] = frozenset()
+from .contents import NOBODY, Contents, LaneRow, ParkedRow, Row, StoredEvent, SuspectRow
 
 
 class Violation(AssertionError):
@@ -51,83 +50,6 @@ def check(condition: object, *what: object) -> None:
 def same(found: object, expected: object, what: str) -> None:
     """Raise a :class:`Violation` unless *found* is what is *expected*."""
     check(found == expected, f"{what}\n  store: {found}\n  model: {expected}")
-
-
-# -- what is stored --------------------------------------------------------------------------------
-
-
-class StoredEvent(NamedTuple):
-    """An event."""
-
-    key: str | None
-    sequence: int | None
-    handlers: frozenset[str]
-    created: float
-
-
-class Row(NamedTuple):
-    """A delivery that is ready or running."""
-
-    lane: int
-    event: UUID
-    handler: str
-    key: str | None
-    attempts: int
-    claims: int
-
-
-class ParkedRow(NamedTuple):
-    """A delivery that is neither."""
-
-    row: Row
-    status: str
-    #: when it becomes ready; ``None``: not by itself
-    due: float | None
-    blocks: bool
-    since: float
-
-
-class LaneRow(NamedTuple):
-    """A lane that somebody has held."""
-
-    epoch: int = 0
-    version: int = 0
-    holder: UUID | None = None
-    #: the end of the lease
-    until: float | None = None
-    company: int = 0
-    started: frozenset[int] = NOBODY
-    prefetched: frozenset[int] = NOBODY
-
-
-class SuspectRow(NamedTuple):
-    """A delivery that was started when its worker died."""
-
-    lane: int
-    suspect: Suspect
-
-
-@dataclass
-class Contents:
-    """All of it; deliveries, parked ones and suspects by their ids."""
-
-    events: dict[UUID, StoredEvent] = field(default_factory=dict)
-    ready: dict[int, Row] = field(default_factory=dict)
-    parked: dict[int, ParkedRow] = field(default_factory=dict)
-    lanes: dict[int, LaneRow] = field(default_factory=dict)
-    suspects: dict[int, SuspectRow] = field(default_factory=dict)
-
-    def differences(self, other: Contents) -> list[str]:
-        """What is not equal in *other*, for a message."""
-        lines = []
-        for each in fields(self):
-            mine, theirs = getattr(self, each.name), getattr(other, each.name)
-            lines += [
-                f"{each.name}[{key}]\n  store: {theirs.get(key)}\n  model: {mine.get(key)}"
-                for key in {**mine, **theirs}
-                if mine.get(key) != theirs.get(key)
-            ]
-        return lines
 
 
 @dataclass(frozen=True)
