@@ -11,7 +11,18 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Connection, Engine, Result, and_, exists, func, or_, select
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Engine,
+    Result,
+    Select,
+    Table,
+    exists,
+    func,
+    select,
+    union_all,
+)
 from sqlalchemy.orm import Session, scoped_session
 
 from .. import codec
@@ -72,31 +83,14 @@ def published(
 def drain(bus: RelayBus, engine: Engine, *, timeout: float = 30.0, **settings: Any) -> None:
     """Run a worker until nothing is ready, running or waiting to be tried again.
 
-    What is delayed or snoozed is left, and so are the dead letters and what waits for one of these.
-    *settings* are a worker's.
-    Raises ``TimeoutError`` after *timeout* seconds, and whatever ended the worker.
+    Left alone is what is delayed or snoozed, the dead letters, what waits for one of these, and
+    what is for handlers that *bus* has not. *settings* are a worker's.
+    Raises ``TimeoutError`` after *timeout* seconds, which says what is left, and whatever ended
+    the worker.
     """
     from ..worker import Worker  # an application's unit tests do without
 
-    deliveries, parked = bus.tables.deliveries, bus.tables.parked
-    first = parked.alias("first")
-    held_back = (
-        exists()
-        .where(
-            first.c.lane == parked.c.lane,
-            first.c.handler == parked.c.handler,
-            first.c.key == parked.c.key,
-            first.c.blocks,
-            first.c.status != "behind",
-        )
-        .correlate(parked)
-    )
-    goes_on = or_(parked.c.status == "retrying", and_(parked.c.status == "behind", ~held_back))
-    # in one statement: what moves from one to the other must not be missed in both
-    query = select(
-        select(func.count()).select_from(deliveries).scalar_subquery()
-        + select(func.count()).where(goes_on).scalar_subquery()
-    )
+    query = _unfinished(bus)
     worker = Worker(bus, engine, **{"poll_interval": 0.01, "max_poll_interval": 0.1, **settings})
     raised: list[BaseException] = []
 
@@ -109,17 +103,45 @@ def drain(bus: RelayBus, engine: Engine, *, timeout: float = 30.0, **settings: A
     thread = threading.Thread(target=run, name="relaybus-drain", daemon=True)
     thread.start()
     end = time.monotonic() + timeout
+    left = ""
     try:
-        while thread.is_alive():
+        while not raised:
+            runs = thread.is_alive()
             with engine.connect() as connection:
-                left = connection.scalar(query)
-            if not left:
+                left = ", ".join(f"{count} of {name}" for name, count in connection.execute(query))
+            if not (left and runs):
                 break
             if time.monotonic() > end:
-                raise TimeoutError(f"{left} deliveries are left after {timeout:g} s")
+                raise TimeoutError(f"deliveries are left after {timeout:g} s: {left}")
             time.sleep(0.01)
     finally:
         worker.stop(grace=max(0.1, end - time.monotonic()))
         thread.join()
     if raised:
         raise raised[0]
+    if left:
+        raise RuntimeError(f"the worker ended by itself (its log says why): {left} are left")
+
+
+def _unfinished(bus: RelayBus) -> Select[Any]:
+    """How many deliveries :func:`drain` waits for, of each handler that has any."""
+    deliveries, parked = bus.tables.deliveries, bus.tables.parked
+
+    def of(table: Table, *where: ColumnElement[bool]) -> Select[Any]:
+        first = parked.alias()
+        held_back = exists().where(
+            first.c.lane == table.c.lane,
+            first.c.handler == table.c.handler,
+            first.c.key == table.c.key,
+            first.c.id < table.c.id,
+            first.c.blocks,
+            first.c.status.not_in(("behind", "retrying")),
+        )
+        known = table.c.handler.in_(list(bus.handlers))
+        return select(table.c.handler).where(known, ~held_back, *where)
+
+    # in one statement: what moves from one table to the other must not be missed in both
+    left = union_all(
+        of(deliveries), of(parked, parked.c.status.in_(("behind", "retrying")))
+    ).subquery()
+    return select(left.c.handler, func.count()).group_by(left.c.handler).order_by(left.c.handler)

@@ -60,6 +60,8 @@ class Exchanges:
         self._careful_until = 0.0
         #: the exchange of unknown outcome, and what it was to record as started
         self._unsure: tuple[Exchange, list[Delivery]] | None = None
+        #: finished deliveries that it may have deleted already, or stepped over
+        self._perhaps_gone: set[int] = set()
         #: lanes of a renewal of unknown outcome
         self._renewing: set[int] = set()
 
@@ -177,8 +179,9 @@ class Exchanges:
                 self._careful_until = self._flight.retry_locked_at + CAREFUL
                 continue
             delivery.hold.started.pop(delivery.id, None)
-            if delivery.id not in reply.deleted:
+            if delivery.id not in reply.deleted and delivery.id not in self._perhaps_gone:
                 log.warning("%s", LostLeaseError(delivery.lane, delivery.id))
+            self._perhaps_gone.discard(delivery.id)
 
     def _start(self, promoted: list[Delivery], reply: Exchanged) -> None:
         """Run what this exchange recorded as started; put the rest back."""
@@ -205,7 +208,7 @@ class Exchanges:
                     # claimed again when that has been recorded, which makes the lane ready
                     held_up.append(delivery.lane)
                     continue
-                self._followers.began(delivery)
+                self._followers.passed(delivery)
                 if (park := self._unfit(delivery)) is not None:
                     hold.started[delivery.id] = delivery
                     self._failures.add(park, ran=False)
@@ -293,7 +296,12 @@ class Exchanges:
         if request is None:
             return
         for delivery in request.finished:
-            if delivery.lane in committed:
+            if delivery.lane not in committed:
+                continue
+            if request.careful:
+                # which rows it stepped over was in the reply: what it deleted is deleted in vain
+                self._perhaps_gone.add(delivery.id)
+            else:
                 self._flight.finished.pop(delivery.id, None)
                 delivery.hold.started.pop(delivery.id, None)
         # Recorded as started or not: they were not handed to the dispatcher, and before anything
@@ -303,5 +311,6 @@ class Exchanges:
     def _lose(self, lane: int) -> None:
         hold = self._holds.lose(lane)
         self._isolation.lost(hold)
+        self._perhaps_gone.difference_update(hold.started)
         self._flight.forget(hold)
         self._failures.forget(hold)

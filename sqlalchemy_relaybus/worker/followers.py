@@ -54,19 +54,15 @@ class Followers:
         if blocks:
             hold.blocked = True
         else:
-            self.began(delivery)
+            self.passed(delivery)
 
-    def began(self, delivery: Delivery) -> None:
-        """*delivery* was claimed: those that were set aside behind it can come after it."""
+    def passed(self, delivery: Delivery) -> None:
+        """*delivery* was claimed, or has ended: those set aside behind it can come after it."""
         hold: Hold = delivery.hold
         if hold.behind and delivery.key is not None:
             pair = Pair(delivery.handler, delivery.key)
             if pair in hold.behind:
                 self._due.add((delivery.lane, pair))
-
-    def ended(self, delivery: Delivery) -> None:
-        """*delivery* has completed."""
-        self.began(delivery)
 
     def tend(self, connection: Connection, now: float) -> None:
         """Do what is due."""

@@ -115,6 +115,8 @@ class Isolation:
     def absolve(self, connection: Connection, now: float) -> None:
         """Have the store forget those that ended, a moment later and many at a time."""
         if self._survived:
+            # sent again where the reply was lost: a crash too few counted costs a culprit one
+            # more, one too many could cost an innocent delivery its life
             self._store.survived(connection, self._survived)
             self._survived.clear()
         if not self._absolved or (now < self._absolve_at and self._flight.load.deliveries):

@@ -261,7 +261,7 @@ class Pump:
                 hold.worked_at = now
                 if end == "done" or end == "gone" or isinstance(end, Park):
                     self._isolation.ended(delivery)
-                    self._followers.ended(delivery)
+                    self._followers.passed(delivery)
                 if end == "done" or end == "gone":
                     if hold.lost:
                         if end == "done":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 from sqlalchemy import Engine, select, text
@@ -18,6 +19,7 @@ from sqlalchemy_relaybus import (
     PayloadError,
     RelayBus,
     SchemaMissingError,
+    Snooze,
 )
 from sqlalchemy_relaybus.testing import drain, make_context, make_event, published
 
@@ -102,6 +104,55 @@ def test_a_worker_runs_until_all_is_done(bus: RelayBus, engine: Engine) -> None:
         assert list(statuses) == ["dead", "delayed"]
 
 
+def test_what_waits_for_something_is_left_alone(bus: RelayBus, engine: Engine) -> None:
+    """Its followers are ready, or set aside: nothing in their own rows says that they wait."""
+    seen: list[tuple[str, object]] = []
+
+    @bus.handler("step", name="elsewhere")
+    def elsewhere(event: Event) -> None:
+        raise AssertionError("the worker has no such handler")
+
+    here = RelayBus()
+
+    @here.handler("step", name="parks", retry=NoRetry(), on_dead="park")
+    @here.handler("step", name="blocks", retry=NoRetry(), on_dead="block")
+    def h(event: Event, context: Context) -> None:
+        seen.append((context.handler, event.payload))
+        if event.payload == "snooze":
+            raise Snooze(3600)
+        if event.payload == "fail":
+            raise RuntimeError("always")
+
+    with Session(engine) as session, session.begin():
+        for publisher in (here, bus):
+            for kind in ("snooze", "fail", "delay"):
+                delay = 3600 if kind == "delay" else None
+                publisher.publish(session, "step", kind, key=kind, delay=delay)
+                for n in range(3):
+                    publisher.publish(session, "step", n, key=kind)
+    drain(here, engine)
+    assert sorted(seen) == sorted(
+        (handler, kind) for handler in ("parks", "blocks") for kind in ("snooze", "fail")
+    )
+
+
+def test_a_worker_that_ends_by_itself(bus: RelayBus, engine: Engine) -> None:
+    go_on = threading.Event()
+
+    @bus.handler("step", name="h", timeout=0.2)
+    def h(event: Event) -> None:
+        go_on.wait(30)
+
+    with Session(engine) as session, session.begin():
+        for n in range(3):
+            bus.publish(session, "step", n)
+    try:
+        with pytest.raises(RuntimeError, match="ended by itself .*of h are left"):
+            drain(bus, engine, threads=1, concurrency=1)
+    finally:
+        go_on.set()
+
+
 def test_a_worker_that_cannot_get_done(bus: RelayBus, engine: Engine) -> None:
     @bus.handler("step", name="h", retry=Fixed(wait=3600))
     def h(event: Event) -> None:
@@ -109,7 +160,7 @@ def test_a_worker_that_cannot_get_done(bus: RelayBus, engine: Engine) -> None:
 
     with Session(engine) as session, session.begin():
         bus.publish(session, "step", 1)
-    with pytest.raises(TimeoutError, match="1 deliveries are left"):
+    with pytest.raises(TimeoutError, match="left after 1 s: 1 of h$"):
         drain(bus, engine, timeout=1)
     with engine.begin() as connection:
         connection.execute(text("DROP TABLE relaybus_schema_version"))

@@ -153,13 +153,14 @@ def remove_completed(tables: Tables) -> Prepared:
 
 
 def _remove_old(table: Table, moment: Column[Any], *where: ColumnElement[bool]) -> Prepared:
-    """Delete a page of *table*'s rows, the oldest first; how many, and the last one's place.
+    """Delete a page of *table*'s rows, the oldest first: how many, of how many, the last's place.
 
     The page begins after the place where the one before it ended: entries of rows just deleted
     stay in the index for as long as somebody's old snapshot needs them, and are not walked over
     again and again. ``SKIP LOCKED``: what somebody else is removing or moving is left to them. The
-    locked rows are deleted by the statement that locked them: a row of these tables is never
-    changed, only deleted, and a lock says that it was not.
+    locked rows are deleted by the statement that locked them, at the address that it read. A dead
+    letter that was changed in between (an operator let its key go on) is not found there, and is
+    left to the next purge: so the rows of the page are counted apart from those removed.
     """
     place = tuple_(
         bindparam("moment", type_=DateTime(timezone=True)), bindparam("id", type_=BigInteger)
@@ -185,5 +186,6 @@ def _remove_old(table: Table, moment: Column[Any], *where: ColumnElement[bool]) 
         .limit(literal_column("1"))
         .subquery("last")
     )
-    count = select(func.count()).select_from(gone).scalar_subquery()
-    return Prepared(select(count, last))
+    removed = select(func.count()).select_from(gone).scalar_subquery()
+    found = select(func.count()).select_from(old).scalar_subquery()
+    return Prepared(select(removed, found, last))

@@ -482,8 +482,8 @@ def _purge(
 ) -> PurgedRows:
     retention.fit_transaction()(connection, {})
     place = (after or _BEFORE_ALL)._asdict()
-    for removed, moment, id in statement(connection, {**place, "age": age, "limit": limit}):
-        return PurgedRows(removed, Place(moment, id) if removed == limit else None)
+    for removed, found, *last in statement(connection, {**place, "age": age, "limit": limit}):
+        return PurgedRows(removed, Place(*last) if found == limit else None)
     return PurgedRows(0, None)
 
 
