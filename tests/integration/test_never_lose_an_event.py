@@ -13,12 +13,12 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, delete, text
+from sqlalchemy import Engine, create_engine, delete, select, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.orm import Session
 
@@ -30,6 +30,7 @@ from tests.support.databases import SETTINGS, open_engine
 from tests.support.proxy import proxy_to
 from tests.support.stores import Bench, ids, key_on, new_event, parked
 from tests.support.workers import (
+    LIMIT,
     Runs,
     dead,
     drained,
@@ -204,7 +205,14 @@ def test_a_connection_that_is_cut_before_the_reply(
 class Cut:
     """Loses replies of one of the store's calls, with what they did committed or not."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, *, committed: bool) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        name: str,
+        *,
+        committed: bool,
+        when: Callable[..., bool] = lambda *_: True,
+    ) -> None:
         self.left = 0
         self.cuts = 0
         self.on = threading.Lock()
@@ -212,7 +220,7 @@ class Cut:
 
         def cut(store: Any, connection: Any, *arguments: Any, **options: Any) -> Any:
             with self.on:
-                now = self.left > 0
+                now = self.left > 0 and when(*arguments)
                 if now:
                     self.left -= 1
                     self.cuts += 1
@@ -283,6 +291,36 @@ def test_lost_replies(
         assert sorted(r[2] for r in ledger.rows if r[:2] == (handler, None)) == list(range(12))
     # a lost reply charges nobody
     assert {row[3] for row in attempts.rows if row[0] == "plain"} == {1}
+
+
+def test_a_lost_reply_that_told_of_a_locked_row(
+    bus: RelayBus, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The exchange stepped over one of two that it was to delete, and nobody was told which."""
+    cut = Cut(monkeypatch, "exchange", committed=True, when=lambda _, request: request.careful)
+    cut.left = 1
+    runs, deliveries = Runs(), bus.tables.deliveries
+
+    @bus.handler("step", name="h")
+    def h(event: Event) -> None:
+        runs.add(event.payload)
+        runs.wait(2)  # both end, and are deleted, together
+        begun.wait(LIMIT)
+
+    begun = threading.Event()
+    publish(bus, engine, "step", "locked", key=KEY)
+    publish(bus, engine, "step", "free", key=OTHER_KEY)
+    with working(bus, engine), engine.begin() as locking:
+        runs.wait(2)
+        locking.execute(select(deliveries).where(deliveries.c.key == KEY).with_for_update())
+        begun.set()
+        eventually(lambda: cut.cuts == 1)
+        publish(bus, engine, "step", "later", key=OTHER_KEY)
+        runs.wait(3)
+        locking.rollback()
+        drained(bus, engine)
+    assert [row[0] for row in runs.rows[2:]] == ["later"]
+    assert not [each for each in caplog.records if "lease" in each.getMessage()]
 
 
 def test_a_reply_cut_off_on_the_wire(bus: RelayBus, engine: Engine, short_path: Path) -> None:
