@@ -61,7 +61,12 @@ def run(trial: Trial, url: str) -> Trial:
         file.flush()
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "tests.mutants.plugin"]
         command += ["-p", "no:cacheprovider", *STATEMENTS[trial.statement].tests]
-        environment = {**os.environ, "RELAYBUS_MUTANT": file.name, "RELAYBUS_TEST_URL": url}
+        environment = {
+            **os.environ,
+            "RELAYBUS_MUTANT": file.name,
+            "RELAYBUS_TEST_URL": url,
+            "HYPOTHESIS_PROFILE": "mutants",
+        }
         try:
             code = subprocess.run(
                 command, env=environment, timeout=LIMIT, capture_output=True

@@ -42,7 +42,7 @@ class Statement:
 
 
 def _store(*names: str) -> tuple[str, ...]:
-    return tuple(f"tests/integration/test_{name}.py" for name in names)
+    return (*(f"tests/integration/test_{name}.py" for name in names), "tests/property")
 
 
 _TAKE = _store("fencing_takeovers", "attempts_and_poison", "fencing", "store_followers")

@@ -26,6 +26,14 @@ COMMON = settings(
 PROFILES = {
     # other histories each time; what is printed for a failure reproduces it
     "fast": settings(COMMON, max_examples=60, stateful_step_count=50),
+    # the same histories for each mutant, and the first failure will do
+    "mutants": settings(
+        COMMON,
+        derandomize=True,
+        max_examples=150,
+        stateful_step_count=50,
+        phases=[Phase.generate],
+    ),
     "long": settings(COMMON, max_examples=2000, stateful_step_count=100),
 }
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "fast")
