@@ -25,7 +25,7 @@ from tests.support.databases import SETTINGS
 
 RESULTS = Path("build/mutants.jsonl")
 #: A mutant that hangs is noticed, too. Seconds.
-LIMIT = 150
+LIMIT = 600
 _FAILED = 1  # pytest: tests were run and some failed
 
 
