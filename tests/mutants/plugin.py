@@ -10,13 +10,26 @@ import os
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine, event
+from sqlalchemy import Dialect, Engine, event
+
+from sqlalchemy_relaybus.stores.postgresql.sql import Prepared
 
 _ORIGINAL, _MUTANT = json.loads(Path(os.environ["RELAYBUS_MUTANT"]).read_text())
+_compile = Prepared._compile
+
+
+def compile_mutant(self: Prepared, dialect: Dialect) -> Any:
+    """In front of whatever looks at a statement that is about to be sent, as for its plan."""
+    sql, *rest = _compile(self, dialect)
+    return (_MUTANT if sql == _ORIGINAL else sql), *rest
+
+
+Prepared._compile = compile_mutant  # type: ignore[method-assign]
 
 
 @event.listens_for(Engine, "before_cursor_execute", retval=True)
 def send_mutant(
     connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, many: bool
 ) -> tuple[str, Any]:
+    """Where SQLAlchemy compiles the statement itself."""
     return (_MUTANT if statement == _ORIGINAL else statement), parameters
