@@ -42,8 +42,8 @@ class Statement:
 
 
 def _store(*names: str) -> tuple[str, ...]:
-    files = [f"tests/integration/test_{name}.py" for name in (*names, "store_plans")]
-    return (*files[:-1], "tests/property", files[-1])
+    files = (f"tests/integration/test_{name}.py" for name in (*names, "store_plans"))
+    return ("tests/property", *files)
 
 
 _TAKE = _store("fencing_takeovers", "attempts_and_poison", "fencing", "store_followers")
