@@ -136,7 +136,7 @@ ACTS = {
     "suspects": Act(
         lambda holder, _: holder.take(*range(16, 24)),
         {BY_KEY["suspects"], BY_KEY["deliveries"], BY_KEY["parked"]},
-        500,
+        1000,
         100,
         nth=3,
         on_taker=True,

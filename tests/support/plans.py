@@ -62,8 +62,19 @@ class Plan:
 
     @property
     def buffers(self) -> int:
-        """Shared buffers that were read or hit."""
-        return int(self.root["Shared Hit Blocks"] + self.root["Shared Read Blocks"])
+        """Shared buffers that were read or hit; what nobody reads of runs after the rest, apart."""
+        read = {node.get("CTE Name") for node in self.nodes()}
+        apart = (
+            node
+            for node in self.nodes()
+            if node["Node Type"] == "ModifyTable"
+            and (name := node.get("Subplan Name", "")).startswith("CTE ")
+            and name.removeprefix("CTE ") not in read
+        )
+        return sum(
+            int(node["Shared Hit Blocks"] + node["Shared Read Blocks"])
+            for node in (self.root, *apart)
+        )
 
     @property
     def removed(self) -> int:
