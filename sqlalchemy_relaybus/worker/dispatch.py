@@ -301,9 +301,12 @@ def _say(log: Callable[..., None], *words: object, **options: object) -> None:
 
 def _log_failure(delivery: Delivery, park: Park, error: BaseException) -> None:
     attempt = delivery.attempts + 1
+    debug = error if log.isEnabledFor(logging.DEBUG) else None
     if park.status == "dead":
         words = "%r is dead, at attempt %d: %s"
-        _say(log.error, words, delivery, attempt, park.error, exc_info=error)
+        # a handler that raises Bury has decided so, and its reason says why
+        trace = debug if isinstance(error, Bury) else error
+        _say(log.error, words, delivery, attempt, park.error, exc_info=trace)
     elif park.status == "retrying":
         _say(
             log.warning,
@@ -312,5 +315,5 @@ def _log_failure(delivery: Delivery, park: Park, error: BaseException) -> None:
             attempt,
             park.error,
             park.delay,
-            exc_info=error if log.isEnabledFor(logging.DEBUG) else None,
+            exc_info=debug,
         )

@@ -403,6 +403,21 @@ def test_a_plain_handler_past_its_time_limit(
 # -- dead letters ----------------------------------------------------------------------------------
 
 
+def test_a_buried_delivery_is_told_in_one_line_and_a_failed_one_with_its_traceback(
+    bus: RelayBus, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    @bus.handler("step", name="h", retry=NoRetry())
+    def h(event: Event) -> None:
+        raise Bury("no address") if event.payload == "bury" else RuntimeError("broken")
+
+    publish(bus, engine, "step", "bury", "fail")
+    with working(bus, engine):
+        eventually(lambda: len(dead(bus, engine)) == 2)
+    told = {record.getMessage().partition(": ")[2]: record.exc_info for record in caplog.records}
+    assert told["no address"] is None
+    assert told["RuntimeError: broken"] is not None
+
+
 def test_a_requeued_dead_letter_runs_again(bus: RelayBus, engine: Engine) -> None:
     runs, fixed = Runs(), threading.Event()
 
