@@ -2,15 +2,20 @@
 
 Each function works in the transaction of the connection that it is given, and the caller commits.
 Workers notice what becomes ready at their next look.
+
+Arguments that cannot be used are a :class:`ConfigurationError`, and a database whose tables do not
+fit this release is a :class:`SchemaError`; nothing is written then, and the transaction goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from sqlalchemy import Connection
 
 from .bus import RelayBus
+from .exc import ConfigurationError, shown
+from .schema import check_schema
 from .stores import store_for
 from .stores.base import BlockedKey, DeadLetter, Store
 from .tables import Tables
@@ -38,6 +43,14 @@ def dead_letters(
 
     *after*: the last one of the page before.
     """
+    _check(handler is None or isinstance(handler, str), "handler", "the name of one", handler)
+    _check(_is_int(limit, 1), "limit", "a whole number from 1", limit)
+    _check(
+        after is None or isinstance(after, DeadLetter),
+        "after",
+        "the last DeadLetter of the page before",
+        after,
+    )
     return _store(connection, bus).dead_letters(connection, handler, limit, after)
 
 
@@ -47,6 +60,7 @@ def requeue(connection: Connection, bus: RelayBus | Tables, ids: Sequence[int]) 
     Each gets a fresh budget of attempts and keeps its last error until the next. It runs before
     the later deliveries of its key that no worker has claimed. Twice at once has one effect.
     """
+    _check_ids(ids)
     return _store(connection, bus).requeue(connection, ids)
 
 
@@ -56,6 +70,7 @@ def discard(connection: Connection, bus: RelayBus | Tables, ids: Sequence[int]) 
     Their events stay, and keep on record that the handler had its delivery. What a dead letter
     held back goes on.
     """
+    _check_ids(ids)
     return _store(connection, bus).discard(connection, ids)
 
 
@@ -64,6 +79,8 @@ def release(connection: Connection, bus: RelayBus | Tables, handler: str, key: s
 
     The dead letters stay as they are. Returns how many of them held the others back.
     """
+    _check(isinstance(handler, str), "handler", "the name of one", handler)
+    _check(isinstance(key, str), "key", "a str, as the event has it", key)
     return _store(connection, bus).release(connection, handler, key)
 
 
@@ -74,9 +91,41 @@ def blocked_keys(
 
     Counts every follower, so it reads all that is ready or parked on the lanes of these keys.
     """
+    _check(_is_int(limit, 1), "limit", "a whole number from 1", limit)
     return _store(connection, bus).blocked_keys(connection, limit)
 
 
 def _store(connection: Connection, bus: RelayBus | Tables) -> Store:
+    if not isinstance(connection, Connection):
+        raise ConfigurationError(
+            f"this takes a Connection, not {shown(connection)}; use one of engine.begin(), or "
+            "session.connection(), or of an asynchronous connection or session the one that "
+            "run_sync() gives"
+        )
+    _check(isinstance(bus, RelayBus | Tables), "bus", "a RelayBus or its tables", bus)
     tables = bus.tables if isinstance(bus, RelayBus) else bus
-    return store_for(connection.dialect.name, tables)
+    store = store_for(connection.dialect.name, tables)
+    check_schema(connection, tables)
+    return store
+
+
+def _check_ids(ids: Sequence[int]) -> None:
+    # a text is a sequence too: of its digits, each of which would be some other delivery
+    _check(
+        isinstance(ids, Collection) and not isinstance(ids, str | bytes),
+        "ids",
+        "a list of whole numbers, as [letter.id]",
+        ids,
+    )
+    for id in ids:
+        _check(_is_int(id), "ids", "whole numbers, such as letter.id", id)
+
+
+def _is_int(value: object, low: int = 0) -> bool:
+    # more than 63 bits no database takes
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value < 1 << 63
+
+
+def _check(holds: bool, name: str, wanted: str, value: object) -> None:
+    if not holds:
+        raise ConfigurationError(f"{name} must be {wanted}, not {shown(value)}")

@@ -29,6 +29,7 @@ from sqlalchemy import Connection, create_engine
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy_relaybus import *
+from sqlalchemy_relaybus import admin
 """
 
 

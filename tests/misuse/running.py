@@ -134,4 +134,100 @@ CASES: Mapping[str, Sequence[Case]] = {
             database="migrated",
         ),
     ],
+    "Dead letters and blocked keys": [
+        Case(
+            "an engine",
+            "admin.dead_letters(engine, bus)",
+            ConfigurationError,
+            (
+                "this takes a Connection, not Engine(postgresql+psycopg:///shop); use one of "
+                "engine.begin(), or session.connection(), or of an asynchronous connection or "
+                "session the one that run_sync() gives"
+            ),
+        ),
+        Case(
+            "a session",
+            "admin.requeue(session, bus, [7])",
+            ConfigurationError,
+            (
+                "this takes a Connection, not <sqlalchemy.orm.session.Session object at 0x...>; "
+                "use one of engine.begin(), or session.connection(), or of an asynchronous "
+                "connection or session the one that run_sync() gives"
+            ),
+        ),
+        Case(
+            "no bus",
+            "connection = engine.connect()\nadmin.blocked_keys(connection, None)",
+            ConfigurationError,
+            "bus must be a RelayBus or its tables, not None",
+            database="migrated",
+        ),
+        Case(
+            "ids as text",
+            'connection = engine.connect()\nadmin.requeue(connection, bus, ["7"])',
+            ConfigurationError,
+            "ids must be whole numbers, such as letter.id, not '7'",
+            database="migrated",
+        ),
+        Case(
+            "dead letters instead of their ids",
+            (
+                "connection = engine.connect()\n"
+                'letter = admin.DeadLetter(7, None, "mail", None, 1, None, None, False)\n'
+                "admin.discard(connection, bus, [letter])"
+            ),
+            ConfigurationError,
+            (
+                "ids must be whole numbers, such as letter.id, not DeadLetter(id=7, "
+                "event_id=None, handler='mail', key=None, attempts=1, last_error=None, "
+                "since=None, blocks=False)"
+            ),
+            database="migrated",
+        ),
+        Case(
+            "one id instead of a list",
+            "connection = engine.connect()\nadmin.discard(connection, bus, 7)",
+            ConfigurationError,
+            "ids must be a list of whole numbers, as [letter.id], not 7",
+            database="migrated",
+        ),
+        Case(
+            "a text instead of a list",
+            'connection = engine.connect()\nadmin.discard(connection, bus, "17")',
+            ConfigurationError,
+            "ids must be a list of whole numbers, as [letter.id], not '17'",
+            database="migrated",
+        ),
+        Case(
+            "no key",
+            'connection = engine.connect()\nadmin.release(connection, bus, "mail.confirm", None)',
+            ConfigurationError,
+            "key must be a str, as the event has it, not None",
+            database="migrated",
+        ),
+        Case(
+            "a limit of nothing",
+            "connection = engine.connect()\nadmin.dead_letters(connection, bus, limit=0)",
+            ConfigurationError,
+            "limit must be a whole number from 1, not 0",
+            database="migrated",
+        ),
+        Case(
+            "a page that goes on after an id",
+            "connection = engine.connect()\nadmin.dead_letters(connection, bus, after=7)",
+            ConfigurationError,
+            "after must be the last DeadLetter of the page before, not 7",
+            database="migrated",
+        ),
+        Case(
+            "a database without the tables",
+            "connection = engine.connect()\nadmin.dead_letters(connection, bus)",
+            SchemaMissingError,
+            (
+                "the database has no table 'relaybus_schema_version'; create the tables "
+                "with 'relaybus migrate upgrade --url URL'"
+            ),
+            database="empty",
+        ),
+    ],
 }
