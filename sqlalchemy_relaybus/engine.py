@@ -8,12 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 from sqlalchemy import URL, Engine, create_engine, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from .exc import ConfigurationError
 
 CONNECT_TIMEOUT = 10
 """Seconds that a command waits for a connection to the database."""
+
+DRIVERS = {"postgresql": "psycopg"}
+"""The databases that there is a store for, and the driver that commands and workers use."""
 
 _EXAMPLE = "postgresql+psycopg://user@host/database"
 
@@ -22,48 +25,44 @@ def open_engine(url: str | URL, **options: Any) -> Engine:
     """An engine for *url*; nothing is connected to.
 
     A URL that begins ``postgresql://`` means psycopg 3, whatever SQLAlchemy's default for it is.
-    Raises ``ConfigurationError`` for a URL that cannot be read, an unknown database and a driver
-    that is not installed or works with asyncio only.
+    Raises ``ConfigurationError`` for a URL that cannot be read, a database that there is no store
+    for, another driver, and one that is not installed.
     """
     try:
         parsed = make_url(url)
-    except ArgumentError as error:
+    except (ArgumentError, ValueError) as error:  # the latter for a port that is no number
         # the URL itself may hold a password
         raise ConfigurationError(
             f"the database URL cannot be read; it has the form {_EXAMPLE}"
         ) from error
-    if parsed.drivername in ("postgresql", "postgres"):
-        parsed = parsed.set(drivername="postgresql+psycopg")
-    if parsed.get_backend_name() == "postgresql":
-        options.setdefault("isolation_level", "READ COMMITTED")
-        if "connect_timeout" not in parsed.query:
-            options.setdefault("connect_args", {"connect_timeout": CONNECT_TIMEOUT})
-    try:
-        if parsed.get_dialect().is_async and parsed.get_driver_name() != "psycopg":
-            raise ConfigurationError(
-                f"the driver of {parsed.drivername!r} works with asyncio only; use a URL such as "
-                f"{_EXAMPLE}"
-            )
-        return create_engine(parsed, **options)
-    except NoSuchModuleError as error:
+    given, (backend, _, driver) = parsed.drivername, parsed.drivername.partition("+")
+    backend = "postgresql" if backend == "postgres" else backend
+    if backend not in DRIVERS:
         raise ConfigurationError(
-            f"{parsed.drivername!r} is no database that SQLAlchemy knows; use a URL such as "
-            f"{_EXAMPLE}"
-        ) from error
-    except ModuleNotFoundError as error:
-        remedy = (
-            "pip install 'sqlalchemy-relaybus[postgresql]'"
-            if error.name == "psycopg"
-            else "install it"
+            f"there is no store for {backend!r} databases; this release works with "
+            f"{', '.join(DRIVERS)} only, and a URL such as {_EXAMPLE}"
         )
+    if driver not in ("", DRIVERS[backend]):
         raise ConfigurationError(
-            f"the URL {parsed.drivername!r} needs the driver {error.name!r}: {remedy}"
+            f"the driver of {given!r} is not supported; use {DRIVERS[backend]} (3), with a URL "
+            f"such as {_EXAMPLE}"
+        )
+    parsed = parsed.set(drivername=f"{backend}+{DRIVERS[backend]}")
+    options.setdefault("isolation_level", "READ COMMITTED")
+    if "connect_timeout" not in parsed.query:
+        options.setdefault("connect_args", {"connect_timeout": CONNECT_TIMEOUT})
+    try:
+        return create_engine(parsed, **options)
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"the driver {error.name!r} is not installed: pip install "
+            f"'sqlalchemy-relaybus[{backend}]'"
         ) from error
 
 
 def describe(error: BaseException) -> str:
     """*error* in one line: what happened and, where it is known, what to do."""
-    if isinstance(error, NoSuchModuleError | ArgumentError):
+    if isinstance(error, ArgumentError):
         return f"the database URL cannot be used: {_first_line(error)}"
     if isinstance(error, DBAPIError) and error.orig is not None:
         if getattr(error.orig, "sqlstate", None) is None and error.statement is None:

@@ -19,8 +19,10 @@ from sqlalchemy_relaybus.cli.migrate import migrate
 def main() -> None:
     """Work on the database of a relaybus.
 
-    Every command takes the database from --url or RELAYBUS_URL. Exit codes: 0 done, 1 failed,
-    2 used wrongly, 130 interrupted.
+    Commands that connect to it take it from --url or RELAYBUS_URL. 'migrate sql' does not connect.
+
+    Exit codes: 0 done, 1 failed, 2 used wrongly (an option, a variable, a URL or a revision that
+    cannot be used), 130 interrupted.
     """
 
 

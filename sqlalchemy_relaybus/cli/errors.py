@@ -1,13 +1,16 @@
 """One line for every error that a user of the command line can meet, and its exit code.
 
-==== ============================================================================
+==== ==========================================================================
 code meaning
-==== ============================================================================
+==== ==========================================================================
 0    done
-1    failed: the database, its URL, the schema, the application or the work itself
-2    used wrongly: an unknown command or option, a value of the wrong form, a missing one
+1    failed: the database cannot be reached or refuses, its tables do not fit this
+     release, the application raises, or the work itself failed
+2    used wrongly: an option, variable or argument that is unknown, missing or cannot
+     be used as it is, such as a URL, an application or a revision; trying again is
+     of no use until it is changed
 130  interrupted
-==== ============================================================================
+==== ==========================================================================
 
 The line goes to the standard error and begins ``relaybus:``. There is no traceback.
 """
@@ -22,7 +25,7 @@ import click
 from sqlalchemy.exc import SQLAlchemyError
 
 from sqlalchemy_relaybus.engine import describe
-from sqlalchemy_relaybus.exc import RelayBusError
+from sqlalchemy_relaybus.exc import ConfigurationError, RelayBusError
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -48,6 +51,8 @@ class ErrorCommand(click.Command):
             code = _fail(error.format_message(), error.exit_code)
         except (click.Abort, KeyboardInterrupt):
             code = _fail("interrupted; nothing more was done", EXIT_INTERRUPTED)
+        except ConfigurationError as error:
+            code = _fail(describe(error), EXIT_USAGE)
         except (RelayBusError, SQLAlchemyError) as error:
             code = _fail(describe(error), EXIT_FAILURE)
         except BrokenPipeError:

@@ -1,15 +1,17 @@
 """The command of one worker process, ``python -m sqlalchemy_relaybus.worker``.
 
-==== ============================================================================
+==== ==========================================================================================
 code meaning
-==== ============================================================================
+==== ==========================================================================================
 0    stopped by a signal; every handler that had started has ended
-1    failed: the database, its URL, the schema or the application
-2    used wrongly: an unknown option, a value of the wrong form, a missing one
+1    failed: the database cannot be reached or refuses, its tables do not fit this release, or
+     importing the application raises
+2    used wrongly: an option or variable that is unknown, missing or cannot be used as it is, such
+     as a URL or an application; starting it again is of no use until it is changed
 3    stopped with handlers that did not end: within the grace after a signal, or so many past
      their time limits that no threads were left for others
 128+ ended at once by a second signal, or by one before the worker ran: 128 + its number
-==== ============================================================================
+==== ==========================================================================================
 """
 
 from __future__ import annotations
@@ -91,8 +93,9 @@ def _app(context: click.Context, parameter: click.Parameter, value: str) -> str:
 def load(app: str) -> RelayBus:
     """The bus that *app* (``module:attribute``) names.
 
-    :class:`ConfigurationError` where there is none. What the application raises is one line too,
-    with the place that it comes from; its traceback is logged for debugging.
+    :class:`ConfigurationError` where there is none. What the application raises is a failure, not
+    wrong usage, and one line too, with the place that it comes from; its traceback is logged for
+    debugging.
     """
     module_name, _, attribute = app.partition(":")
     if os.getcwd() not in sys.path:
@@ -106,7 +109,7 @@ def load(app: str) -> RelayBus:
                 f"--app: there is no module {missing!r} in {os.getcwd()} or on the import path"
             ) from error
         log.debug("importing %r failed", module_name, exc_info=True)
-        raise ConfigurationError(
+        raise click.ClickException(
             f"--app: importing {module_name!r} failed: {type(error).__name__}: "
             f"{' '.join(str(error).split())} ({_origin(error)})"
         ) from error

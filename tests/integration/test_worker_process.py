@@ -120,9 +120,12 @@ TWICE = (
     + "@bus.handler('b', name='h')\ndef b(event): ...\n"
 )
 WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
-    "unknown database": ({"url": "nosuchdb://host/x"}, 1, "'nosuchdb' is no database"),
-    "no url": ({"url": "just text"}, 1, "the database URL cannot be"),
-    "asyncio driver": ({"url": "postgresql+asyncpg://u@h/d"}, 1, "asyncpg"),
+    "unknown database": ({"url": "nosuchdb://host/x"}, 2, "there is no store for 'nosuchdb'"),
+    "no url": ({"url": "just text"}, 2, "the database URL cannot be"),
+    "port": ({"url": "postgresql://h:abc/d"}, 2, "the database URL cannot be read"),
+    "unsupported database": ({"url": "mysql://h/d"}, 2, "works with postgresql only"),
+    "psycopg2": ({"url": "postgresql+psycopg2://h/d"}, 2, "use psycopg (3), with a URL such as"),
+    "asyncio driver": ({"url": "postgresql+asyncpg://u@h/d"}, 2, "asyncpg"),
     "unreachable": (
         {},
         1,
@@ -132,11 +135,11 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
     "app missing": ({"app": None}, 2, "--app"),
     "app without colon": ({"app": "app"}, 2, "'app' does not name a module and a bus in it"),
     "app of a wrong form": ({"app": "a-b:bus"}, 2, "'a-b:bus' does not name a module"),
-    "another store": ({"url": "sqlite:///made.db"}, 1, "there is no store for 'sqlite'"),
+    "another store": ({"url": "sqlite:///made.db"}, 2, "there is no store for 'sqlite'"),
     "another store with setup": (
         {"url": "sqlite:///made.db", "arguments": ["--setup"]},
-        1,
-        "the migrations know PostgreSQL, not 'sqlite'",
+        2,
+        "there is no store for 'sqlite' databases",
     ),
     "dependency missing": (
         {"source": "import json\nimport no_such_dependency\n"},
@@ -145,10 +148,10 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
     ),
     "syntax": ({"source": "import json\nx = (\n"}, 1, "SyntaxError: '(' was never closed"),
     "raises": ({"source": "\nraise KeyError\n"}, 1, "'app' failed: KeyError: "),
-    "module missing": ({"app": "nothere.bus:bus"}, 1, "no module 'nothere'"),
-    "attribute missing": ({"app": "app:nobus"}, 1, "has no 'nobus'"),
-    "not a bus": ({"app": "app:note"}, 1, "of type function, not a RelayBus"),
-    "no handlers": ({"source": EMPTY_BUS}, 1, "the bus has no handlers"),
+    "module missing": ({"app": "nothere.bus:bus"}, 2, "no module 'nothere'"),
+    "attribute missing": ({"app": "app:nobus"}, 2, "has no 'nobus'"),
+    "not a bus": ({"app": "app:note"}, 2, "of type function, not a RelayBus"),
+    "no handlers": ({"source": EMPTY_BUS}, 2, "the bus has no handlers"),
     "name twice": (
         {"source": TWICE},
         1,

@@ -7,8 +7,10 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 from sqlalchemy import Engine, inspect, text
@@ -53,13 +55,17 @@ def alembic(*arguments: str, url: str | None = None) -> subprocess.CompletedProc
     ("arguments", "code", "line"),
     [
         ([], 2, "no database given: use --url or set RELAYBUS_URL"),
-        (["--url", "nonsense secret"], 1, "the database URL cannot be read; it has the form"),
-        (["--url", "foo://x/y"], 1, "'foo' is no database that SQLAlchemy knows"),
+        (["--url", "nonsense secret"], 2, "the database URL cannot be read; it has the form"),
+        (["--url", "foo"], 2, "the database URL cannot be read"),
+        (["--url", "foo://x/y"], 2, "there is no store for 'foo' databases"),
+        (["--url", "mysql://x/y"], 2, "this release works with postgresql only"),
+        (["--url", "postgresql+psycopg2://x/y"], 2, "use psycopg (3), with a URL such as postgres"),
+        (["--url", "postgresql://x:port/y"], 2, "the database URL cannot be read"),
         (["--url", UNREACHABLE], 1, "the database cannot be reached: connection failed"),
-        (["--url", "sqlite://"], 1, "there is no store for 'sqlite' databases"),
+        (["--url", "sqlite://"], 2, "there is no store for 'sqlite' databases"),
         (["--url", UNREACHABLE, "--prefix", "p" * 40], 2, "is longer than 32 bytes"),
         (["--url", UNREACHABLE, "--schema", ""], 2, "the schema must not be empty"),
-        (["--url", "postgresql+asyncpg://x/y"], 1, "'postgresql+asyncpg' works with asyncio only"),
+        (["--url", "postgresql+asyncpg://x/y"], 2, "'postgresql+asyncpg' is not supported"),
         (["--nonsense"], 2, "--nonsense"),
         (["--lock-timeout", "soon"], 2, "'soon' is not a valid float"),
     ],
@@ -77,7 +83,8 @@ def test_errors_are_one_line(arguments: list[str], code: int, line: str) -> None
 @pytest.mark.parametrize("command", ["current", "check", "upgrade"])
 def test_another_store_is_refused_before_anything_is_made(command: str, tmp_path: Path) -> None:
     result = relaybus("migrate", command, "--url", f"sqlite:///{tmp_path}/x.db")
-    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "there is no store for 'sqlite' databases; this release works with" in result.stderr
     done = alembic("-x", f"url=sqlite:///{tmp_path}/x.db", "current")
     assert done.returncode != 0
     assert list(tmp_path.iterdir()) == []
@@ -87,6 +94,22 @@ def test_help_tells_the_variables() -> None:
     words = " ".join(relaybus("migrate", "upgrade", "--help").output.split())
     for name in ("URL", "SCHEMA", "PREFIX"):
         assert f"[env var: RELAYBUS_{name}" in words
+
+
+def commands(group: click.Group, *path: str) -> Iterator[tuple[str, ...]]:
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, *path, name)
+        else:
+            yield (*path, name)
+
+
+def test_help_tells_which_commands_take_a_url() -> None:
+    words = " ".join(relaybus("--help").output.split())
+    assert "take it from --url or RELAYBUS_URL. 'migrate sql' does not connect." in words
+    for path in commands(main):
+        takes = "--url" in relaybus(*path, "--help").output
+        assert takes is (path != ("migrate", "sql")), path
 
 
 def test_the_command_itself() -> None:
@@ -152,7 +175,7 @@ def test_newer_and_older_tables(engine: Engine, database_url: str) -> None:
 
 def test_unknown_revision(database_url: str) -> None:
     result = relaybus("migrate", "upgrade", "relaybus_7", "--url", database_url)
-    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "relaybus_7" in result.stderr
 
 
@@ -236,7 +259,7 @@ def test_plain_alembic_in_the_checkout(empty_database_url: str, empty_engine: En
     ("arguments", "line"),
     [
         ([], "no database given: set RELAYBUS_URL or use -x url=URL"),
-        (["-x", "url=foo://x/y"], "'foo' is no database that SQLAlchemy knows"),
+        (["-x", "url=foo://x/y"], "there is no store for 'foo' databases"),
         (["-x", f"url={UNREACHABLE}"], "the database cannot be reached"),
     ],
 )

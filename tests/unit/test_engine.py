@@ -6,8 +6,10 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError
 
-from sqlalchemy_relaybus.engine import CONNECT_TIMEOUT, describe, open_engine
+from sqlalchemy_relaybus.engine import CONNECT_TIMEOUT, DRIVERS, describe, open_engine
 from sqlalchemy_relaybus.exc import ConfigurationError
+from sqlalchemy_relaybus.stores import store_for
+from sqlalchemy_relaybus.tables import tables_for
 
 
 @pytest.mark.parametrize("scheme", ["postgresql", "postgres", "postgresql+psycopg"])
@@ -41,14 +43,25 @@ def test_a_connection_is_not_waited_for_endlessly() -> None:
     ("url", "words"),
     [
         ("secret nonsense", "cannot be read"),
-        ("nosuchdb://h/d", "'nosuchdb' is no database"),
-        ("postgresql+asyncpg://h/d", "works with asyncio only"),
+        ("postgresql://u:secret@h:port/d", "cannot be read"),
+        ("nosuchdb://h/d", "no store for 'nosuchdb' databases; this release works with postgresql"),
+        ("mysql://h/d", "no store for 'mysql' databases; this release works with postgresql"),
+        (
+            "postgresql+psycopg2://h/d",
+            r"use psycopg \(3\), with a URL such as postgresql",
+        ),
+        ("postgresql+asyncpg://h/d", r"'postgresql\+asyncpg' is not supported; use psycopg"),
     ],
 )
 def test_a_url_that_is_of_no_use(url: str, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words) as caught:
         open_engine(url)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("database", DRIVERS)
+def test_there_is_a_store_for_each_database(database: str) -> None:
+    assert store_for(database, tables_for())
 
 
 class DriverError(Exception):
