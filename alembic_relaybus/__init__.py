@@ -96,7 +96,7 @@ def upgrade(
 
     In a transaction that *connection* is in, this is part of it, and the caller commits. Without
     one, all revisions run in one transaction that is committed here. A *schema* that does not
-    exist is created.
+    exist is created, of which *report* is told as of every step.
 
     Other migrations of the same database are kept out by an advisory lock for the length of the
     transaction; after *lock_timeout* seconds of waiting for it ``SchemaError`` is raised, also
@@ -171,7 +171,7 @@ def downgrade(
             run_down(_scripts(), to, from_, options)
         return
     _refuse_from(from_)
-    request = Request(options, connection, lock_timeout, report)
+    request = Request(options, connection, lock_timeout, report, creates=False)
     _command(lambda config: command.downgrade(config, to), request)
 
 

@@ -34,7 +34,8 @@ LOCK_TIMEOUT = 60.0
 _LOCK_POLL = 0.1
 
 Report = Callable[[str, str], None]
-"""Called with ``"upgrade"`` or ``"downgrade"`` and the revision, after each step."""
+"""Called with ``"upgrade"`` or ``"downgrade"`` and the revision, after each step, and with
+``"create schema"`` and its name where the schema was not there."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Request:
     lock_timeout: float = LOCK_TIMEOUT
     report: Report | None = None
     dialect: str = "postgresql"
+    #: whether a schema that is not there is made
+    creates: bool = True
 
 
 def run() -> None:
@@ -86,8 +89,8 @@ def _run_from_command_line() -> None:
         engine.dispose()
 
 
-def _print(direction: str, revision: str) -> None:
-    context.config.print_stdout(f"relaybus: {direction} {revision}")
+def _print(what: str, name: str) -> None:
+    context.config.print_stdout(f"relaybus: {what} {name}")
 
 
 def _run(request: Request) -> None:
@@ -129,9 +132,7 @@ def _run(request: Request) -> None:
     context.configure(connection=connection, **common)
     with context.begin_transaction():
         _lock(connection, request.lock_timeout)
-        # not IF NOT EXISTS: that needs the privilege to create even where the schema exists
-        if options.schema is not None and not inspect(connection).has_schema(options.schema):
-            connection.execute(CreateSchema(options.schema))
+        _require_schema(connection, request)
         _refuse_unknown_revision()
         _refuse_tables_of_others(connection, options)
         context.run_migrations()
@@ -144,6 +145,19 @@ def require_dialect(name: str) -> None:
             f"the migrations know PostgreSQL, not {name!r}; use a URL that begins "
             "postgresql+psycopg://"
         )
+
+
+def _require_schema(connection: Connection, request: Request) -> None:
+    """Make the schema if it is not there, and tell: its name may have been misspelled."""
+    schema = request.options.schema
+    # not IF NOT EXISTS: that needs the privilege to create even where the schema exists
+    if schema is None or inspect(connection).has_schema(schema):
+        return
+    if not request.creates or context.get_context().opts.get("dont_mutate"):  # alembic current
+        raise SchemaError(f"the database has no schema {schema!r}")
+    connection.execute(CreateSchema(schema))
+    if request.report is not None:
+        request.report("create schema", schema)
 
 
 def _lock(connection: Connection, timeout: float) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from sqlalchemy import Connection, func, inspect, select
 
 from sqlalchemy_relaybus.cli.options import Database, database_options, json_option, where_options
@@ -38,7 +39,8 @@ def migrate() -> None:
 def upgrade(database: Database, revision: str, lock_timeout: float, as_json: bool) -> None:
     """Bring the tables up to REVISION, the newest one by default.
 
-    May be repeated, and run by several at once. Stop the workers of an older release first.
+    A schema that is not there is created. May be repeated, and run by several at once. Stop the
+    workers of an older release first.
     """
     import alembic_relaybus
 
@@ -47,6 +49,10 @@ def upgrade(database: Database, revision: str, lock_timeout: float, as_json: boo
         alembic_relaybus.upgrade(
             connection, revision, **database.where, lock_timeout=lock_timeout, report=report
         )
+        if revision != "head" and not steps and not as_json:
+            _console().print(
+                f"nothing to do: the tables are at {escape(revision)} or past it already"
+            )
         _finish(connection, database, steps, as_json)
 
 
@@ -120,10 +126,13 @@ def _steps(as_json: bool) -> tuple[list[dict[str, str]], Any]:
     steps: list[dict[str, str]] = []
     console = _console()
 
-    def report(direction: str, revision: str) -> None:
-        steps.append({"direction": direction, "revision": revision})
+    def report(what: str, name: str) -> None:
+        if what == "create schema":
+            steps.append({"created_schema": name})
+        else:
+            steps.append({"direction": what, "revision": name})
         if not as_json:
-            console.print(f"[bold]{direction}[/] {revision}")
+            console.print(f"[bold]{what}[/] {escape(name)}")
 
     return steps, report
 
@@ -141,7 +150,8 @@ def _finish(
     if as_json:
         click.echo(json.dumps({"revision": revision, "version": version, "steps": steps}))
     elif revision is None and version is None:
-        _console().print("the database has no relaybus tables")
+        where = f" in the schema {database.schema!r}" if database.schema is not None else ""
+        _console().print(f"the database has no relaybus tables{escape(where)}")
     elif revision is None:
         _console().print(f"made by revisions of the application, schema version {version}")
     else:

@@ -197,6 +197,42 @@ def test_schema_and_prefix(empty_database_url: str, empty_engine: Engine) -> Non
     assert inspect(empty_engine).get_table_names() == []
 
 
+def test_a_schema_is_made_by_an_upgrade_only_and_told(
+    empty_database_url: str, empty_engine: Engine
+) -> None:
+    where = ["--url", empty_database_url, "--schema", "shpo"]
+    current = relaybus("migrate", "current", *where)
+    assert (current.exit_code, current.output) == (
+        0,
+        "the database has no relaybus tables in the schema 'shpo'\n",
+    )
+    down = relaybus("migrate", "downgrade", "base", "--yes", *where)
+    assert (down.exit_code, down.stderr) == (1, "relaybus: the database has no schema 'shpo'\n")
+    plain = alembic("-x", f"url={empty_database_url}", "-x", "schema=shpo", "current")
+    assert plain.returncode != 0
+    assert "no schema 'shpo'" in plain.stdout + plain.stderr
+    assert not inspect(empty_engine).has_schema("shpo")
+    told = relaybus("migrate", "upgrade", *where).output.splitlines()
+    assert told[:2] == ["create schema shpo", "upgrade relaybus_0001"]
+    assert "create schema" not in relaybus("migrate", "upgrade", *where).output
+    where[-1] = "other"
+    steps = json.loads(relaybus("migrate", "upgrade", "--json", *where).output)["steps"]
+    assert steps[0] == {"created_schema": "other"}
+
+
+def test_an_upgrade_to_an_older_revision_says_that_it_did_nothing(database_url: str) -> None:
+    told = relaybus("migrate", "upgrade", "relaybus_0001", "--url", database_url).output
+    assert told.splitlines() == [
+        "nothing to do: the tables are at relaybus_0001 or past it already",
+        "at relaybus_0002 (the newest), schema version 2",
+    ]
+
+
+def test_an_upgrade_to_an_older_revision_of_an_empty_database(empty_database_url: str) -> None:
+    told = relaybus("migrate", "upgrade", "relaybus_0001", "--url", empty_database_url).output
+    assert told.splitlines() == ["upgrade relaybus_0001", "at relaybus_0001, schema version 1"]
+
+
 def test_what_to_do_names_schema_and_prefix(empty_database_url: str) -> None:
     where = ["--schema", "the shop", "--prefix", "bus_"]
     result = relaybus("migrate", "check", "--url", empty_database_url, *where)
