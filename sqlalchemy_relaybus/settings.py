@@ -10,9 +10,12 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from sqlalchemy_relaybus.exc import ConfigurationError
+
+if TYPE_CHECKING:
+    import click
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -313,10 +316,9 @@ def _click_option(setting: Setting) -> Callable[[_Command], _Command]:
     options: dict[str, Any] = {}
     if setting.kind == "bool":
         options["is_flag"] = True
-    elif setting.kind == "int":
-        options |= {"type": click.IntRange(int(setting.low), int(setting.high)), "metavar": "N"}
-    elif setting.kind == "float":
-        options |= {"type": click.FloatRange(setting.low, setting.high), "metavar": "SECONDS"}
+    elif setting.kind in ("int", "float"):
+        options["type"] = click_number(setting.kind == "int", setting.low, setting.high)
+        options["metavar"] = "N" if setting.kind == "int" else "SECONDS"
     return click.option(
         setting.flag,
         setting.name,
@@ -328,6 +330,26 @@ def _click_option(setting: Setting) -> Callable[[_Command], _Command]:
         help=setting.doc,
         **options,
     )
+
+
+def click_number(whole: bool, low: float, high: float) -> click.ParamType[Any]:
+    """The type of a click option: a whole number, or seconds, from *low* to *high*.
+
+    It refuses in words of its own: click's speak of a "float range".
+    """
+    import click
+
+    wanted = f"{'a whole number' if whole else 'a number of seconds'} from {low:g} to {high:g}"
+    base: Any = click.IntRange if whole else click.FloatRange
+
+    class Number(base):  # type: ignore[misc]
+        def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+            try:
+                return super().convert(value, param, ctx)
+            except click.BadParameter:
+                self.fail(f"{value!r} is not {wanted}", param, ctx)
+
+    return Number(int(low) if whole else low, int(high) if whole else high)
 
 
 _MADE_BY = (

@@ -13,16 +13,18 @@ from sqlalchemy import Connection, func, inspect, select
 
 from sqlalchemy_relaybus.cli.options import Database, database_options, json_option, where_options
 from sqlalchemy_relaybus.schema import check_schema
+from sqlalchemy_relaybus.settings import click_number
 from sqlalchemy_relaybus.tables import SCHEMA_VERSION
 
 # Alembic is imported inside the commands: the other groups do without it.
 
 _lock_option = click.option(
     "--lock-timeout",
-    type=click.FloatRange(min=0),
+    type=click_number(False, 0, 86_400),
+    metavar="SECONDS",
     default=60,
     show_default=True,
-    help="Seconds to wait for another migration of this database.",
+    help="How long to wait for another migration of this database.",
 )
 
 

@@ -157,10 +157,22 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
         1,
         "DuplicateHandlerError: a handler named 'h'",
     ),
-    "out of bounds": ({"arguments": ["--concurrency", "0"]}, 2, "concurrency"),
+    "out of bounds": (
+        {"arguments": ["--concurrency", "0"]},
+        2,
+        "'0' is not a whole number from 1 to 10000",
+    ),
     "owner unprintable": ({"arguments": ["--owner", "a\tb"]}, 2, "setting owner"),
-    "variable out of bounds": ({"environment": {"RELAYBUS_GRACE": "-1"}}, 2, "grace"),
-    "not a number": ({"arguments": ["--lease-duration", "soon"]}, 2, "lease-duration"),
+    "variable out of bounds": (
+        {"environment": {"RELAYBUS_GRACE": "-1"}},
+        2,
+        "'-1' is not a number of s",
+    ),
+    "not a number": (
+        {"arguments": ["--lease-duration", "soon"]},
+        2,
+        "'soon' is not a number of seconds from 1 to 3600",
+    ),
     "poll intervals": (
         {"arguments": ["--poll-interval", "5", "--max-poll-interval", "1"]},
         2,

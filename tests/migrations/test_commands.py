@@ -67,7 +67,8 @@ def alembic(*arguments: str, url: str | None = None) -> subprocess.CompletedProc
         (["--url", UNREACHABLE, "--schema", ""], 2, "the schema must not be empty"),
         (["--url", "postgresql+asyncpg://x/y"], 2, "'postgresql+asyncpg' is not supported"),
         (["--nonsense"], 2, "--nonsense"),
-        (["--lock-timeout", "soon"], 2, "'soon' is not a valid float"),
+        (["--lock-timeout", "soon"], 2, "'soon' is not a number of seconds from 0 to 86400"),
+        (["--lock-timeout", "-1"], 2, "'-1' is not a number of seconds from 0 to 86400"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], code: int, line: str) -> None:
