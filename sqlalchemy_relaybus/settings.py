@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from sqlalchemy_relaybus.exc import ConfigurationError
@@ -293,6 +294,27 @@ def _describe(field_: Field[Any]) -> Setting:
 _SETTINGS = tuple(_describe(each) for each in fields(Settings))
 
 
+#: The variables that are no settings: of the commands, of plain Alembic and of our own tests.
+_OTHER_VARIABLES = ("APP", "URL", "LOG_LEVEL", "SCHEMA", "PREFIX", "TEST_URL", "MUTANT")
+
+
+def unknown_variables(environ: Mapping[str, str]) -> dict[str, str | None]:
+    """The ``RELAYBUS_*`` variables in *environ* that nothing reads, and the nearest that is read.
+
+    ``None`` where there is none near.
+    """
+    begin = "RELAYBUS_"
+    known = [*_OTHER_VARIABLES, *(setting.name.upper() for setting in settings())]
+    unknown: dict[str, str | None] = {}
+    for variable in sorted(environ):
+        name = variable.removeprefix(begin)
+        if name != variable and name not in known:
+            # compared without their beginning, which would make any two of them alike
+            near = get_close_matches(name, known, 1)
+            unknown[variable] = begin + near[0] if near else None
+    return unknown
+
+
 def click_options() -> Callable[[_Command], _Command]:
     """A decorator that adds one option per setting to a click command.
 
@@ -358,7 +380,8 @@ _MADE_BY = (
 _INTRODUCTION = (
     "Every setting of a worker has a flag of `python -m sqlalchemy_relaybus.worker`, an "
     "environment variable, and a field of `Settings` of the same name. A flag goes before the "
-    "variable, the variable before the default. Durations are in seconds."
+    "variable, the variable before the default. Durations are in seconds. The command warns of "
+    "`RELAYBUS_*` variables that nothing reads, such as misspelled ones."
 )
 
 

@@ -26,6 +26,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from sqlalchemy_relaybus.engine import describe
 from sqlalchemy_relaybus.exc import ConfigurationError, RelayBusError
+from sqlalchemy_relaybus.settings import unknown_variables
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -38,6 +39,7 @@ class ErrorCommand(click.Command):
     def main(self, *args: Any, **extra: Any) -> NoReturn:
         """Run the command line and exit."""
         extra["standalone_mode"] = False
+        _warn_of_variables()
         try:
             result = super().main(*args, **extra)
             code = result if isinstance(result, int) else 0
@@ -64,6 +66,16 @@ class ErrorCommand(click.Command):
 
 class ErrorGroup(ErrorCommand, click.Group):
     """A group of commands with such errors."""
+
+
+def _warn_of_variables() -> None:
+    """One line for all that nothing reads: a misspelled one would be ignored silently."""
+    if unknown := unknown_variables(os.environ):
+        names = [
+            name if meant is None else f"{name} (do you mean {meant}?)"
+            for name, meant in unknown.items()
+        ]
+        click.echo(f"relaybus: ignoring unknown variables: {', '.join(names)}", err=True)
 
 
 def _fail(message: str, code: int) -> int:

@@ -102,6 +102,15 @@ def test_variables(app: Path, bus: RelayBus, engine: Engine, database_url: str) 
         assert terminated(worker) == 0
 
 
+def test_a_misspelled_variable_is_told(app: Path) -> None:
+    """Before what is missing for it."""
+    with worker_process(app, app=None, environment={"RELAYBUS_AP": "app:bus"}) as worker:
+        assert worker.wait() == 2
+        told, missing = worker.output.splitlines()
+    assert told == ("relaybus: ignoring unknown variables: RELAYBUS_AP (do you mean RELAYBUS_APP?)")
+    assert "Missing option '--app'" in missing
+
+
 # -- what is wrong at the start --------------------------------------------------------------------
 
 

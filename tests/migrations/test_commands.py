@@ -97,6 +97,17 @@ def test_help_tells_the_variables() -> None:
         assert f"[env var: RELAYBUS_{name}" in words
 
 
+def test_a_misspelled_variable_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RELAYBUS_SHEMA", "shop")
+    monkeypatch.setenv("RELAYBUS_OF_MINE", "1")
+    result = relaybus("migrate", "sql")
+    assert result.exit_code == 0
+    assert result.stderr == (
+        "relaybus: ignoring unknown variables: RELAYBUS_OF_MINE, "
+        "RELAYBUS_SHEMA (do you mean RELAYBUS_SCHEMA?)\n"
+    )
+
+
 def commands(group: click.Group, *path: str) -> Iterator[tuple[str, ...]]:
     for name, command in group.commands.items():
         if isinstance(command, click.Group):

@@ -12,7 +12,13 @@ import pytest
 from click.testing import CliRunner
 
 from sqlalchemy_relaybus.exc import ConfigurationError
-from sqlalchemy_relaybus.settings import Settings, as_markdown, click_options, settings
+from sqlalchemy_relaybus.settings import (
+    Settings,
+    as_markdown,
+    click_options,
+    settings,
+    unknown_variables,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 
@@ -143,6 +149,16 @@ def test_polling_cannot_back_off_to_less() -> None:
     assert Settings(poll_interval=2, max_poll_interval=2).poll_interval == 2.0
     with pytest.raises(ConfigurationError, match="max_poll_interval is 1.5 s, below poll_interval"):
         Settings(poll_interval=2)
+
+
+def test_variables_that_nothing_reads() -> None:
+    known = {setting.variable: "x" for setting in settings()}
+    assert unknown_variables({**known, "RELAYBUS_URL": "x", "RELAY": "x"}) == {}
+    assert unknown_variables(dict.fromkeys(["RELAYBUS_UL", "RELAYBUS_CONCURENCY"], "x")) == {
+        "RELAYBUS_CONCURENCY": "RELAYBUS_CONCURRENCY",
+        "RELAYBUS_UL": "RELAYBUS_URL",
+    }
+    assert unknown_variables({"RELAYBUS_SERVICE_HOST": "x"}) == {"RELAYBUS_SERVICE_HOST": None}
 
 
 # The command line
