@@ -165,8 +165,9 @@ class Demo:
                 self._workers.remove(victim)
                 self._start_worker()
                 self._display.say(
-                    f"killed {victim.name} (pid {victim.pid}) with {unfinished} calls made and "
-                    f"not completed, backlog {self.killed.backlog_at_kill:,}; started "
+                    f"killed {victim.name} (pid {victim.pid}): at least {unfinished} of its calls "
+                    "had reached the outside service and were not yet noted as done, so they will "
+                    f"be made again; {self.killed.backlog_at_kill:,} deliveries left, started "
                     f"{self._workers[-1].name}"
                 )
                 return
@@ -195,7 +196,7 @@ def _problems(figures: dict[str, Any]) -> list[str]:
     if figures["killed_pid"] is None:
         problems.append("no worker was killed: none was found with a call not completed")
     elif not figures["redelivered"]:
-        problems.append("nothing was redelivered after the kill")
+        problems.append("no call was made again after the kill")
     if figures["dead_letters"]:
         problems.append(f"{figures['dead_letters']:,} dead letters")
     for worker, code in figures["worker_exit_codes"].items():

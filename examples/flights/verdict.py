@@ -72,10 +72,11 @@ class Verdict:
     expected: int
     published: int = 0
     delivered: dict[str, int] = field(default_factory=dict)
-    #: Calls repeated for a delivery that the killed process had called for.
+    #: Calls that the service got again, because the killed process had made them and nobody knew:
+    #: their deliveries ran again, with the same key, so that the service did nothing twice.
     redelivered: int = 0
-    #: Calls repeated for any other reason: allowed at least once, and unlikely.
-    repeated_calls: int = 0
+    #: Calls that it got again for any other reason: allowed at least once, and unlikely.
+    called_again_without_kill: int = 0
     #: Deliveries first called for at a later attempt: the ones before failed, or their worker died.
     retried: int = 0
     lost: int = 0
@@ -182,7 +183,7 @@ def _judge_calls(
         elif killed_pid is None or delivery in by_killed:
             verdict.redelivered += 1
         else:
-            verdict.repeated_calls += 1
+            verdict.called_again_without_kill += 1
         if call.pid == killed_pid:
             by_killed.add(delivery)
         if not call.effect:
