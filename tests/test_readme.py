@@ -8,11 +8,9 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from sqlalchemy import Engine
-from sqlalchemy.orm import Session
+from sqlalchemy import make_url
 
 from tests.support.processes import Process
 
@@ -53,24 +51,36 @@ def test_the_quick_start_runs(empty_database_url: str, tmp_path: Path) -> None:
         assert process.wait() == 0
 
 
+def test_the_database_that_is_made_is_the_one_that_the_url_names() -> None:
+    (made, said) = blocks("")[0].splitlines()
+    url = make_url(said.removeprefix("export RELAYBUS_URL="))
+    assert made == f"createdb -h {url.host} -U {url.username} {url.database}"
+    assert url.drivername == "postgresql+psycopg"
+
+
 def test_the_handlers_can_be_registered() -> None:
     namespace: dict[str, object] = {"__name__": "readme"}
     exec(compile(blocks("python")[1], "README.md", "exec"), namespace)
     assert set(namespace["bus"].handlers) == {"stock.reserve", "shop.ship"}  # type: ignore[attr-defined]
 
 
-def test_the_tests_of_an_application_pass(engine: Engine) -> None:
-    namespace: dict[str, Any] = {"__name__": "readme"}
-    for block in blocks("python")[1:3]:
-        exec(compile(block, "README.md", "exec"), namespace)
-    namespace["place_order"] = lambda session, item: namespace["bus"].publish(
-        session, "order.placed", {"item": item}
+def test_the_tests_of_an_application_pass(tmp_path: Path) -> None:
+    """As they stand there, of an application with the handlers that are there."""
+    place_order = (
+        "def place_order(session, item):\n"
+        "    bus.publish(session, 'order.placed', {'item': item})\n"
     )
-    namespace["test_shipping_gives_up_without_an_address"]()
-    with engine.connect() as connection, connection.begin() as outer:
-        with Session(connection, join_transaction_mode="create_savepoint") as session:
-            namespace["test_an_order_is_announced"](session)
-        outer.rollback()
+    (tmp_path / "shop.py").write_text(blocks("python")[1] + place_order)
+    (tmp_path / "test_shop.py").write_text(blocks("python")[2])
+    options = ("-q", "-W", "error", "-p", "no:cacheprovider", "--rootdir", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 passed" in done.stdout
 
 
 def test_the_test_command_is_the_one_that_the_build_runs() -> None:
