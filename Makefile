@@ -46,7 +46,7 @@ docs: $(STAMP)
 # the tests that mostly kill processes and wait for what becomes of it: make test has them.
 KILLS := tests/cases tests/chaos tests/integration/test_demo.py
 compat: $(COMPAT)/.installed
-	RELAYBUS_TEST_URL=$(COMPAT_URL) $(COMPAT)/bin/python -m pytest $(KILLS:%=--ignore=%)
+	TEST_DATABASE_URL=$(COMPAT_URL) $(COMPAT)/bin/python -m pytest $(KILLS:%=--ignore=%)
 
 # The cases from the field at their full length.
 cases-long: $(STAMP)

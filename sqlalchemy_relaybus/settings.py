@@ -294,8 +294,8 @@ def _describe(field_: Field[Any]) -> Setting:
 _SETTINGS = tuple(_describe(each) for each in fields(Settings))
 
 
-#: The variables that are no settings: of the commands, of plain Alembic and of our own tests.
-_OTHER_VARIABLES = ("APP", "URL", "LOG_LEVEL", "SCHEMA", "PREFIX", "TEST_URL", "MUTANT")
+#: The variables that are no settings: of the commands, and of plain Alembic.
+_OTHER_VARIABLES = ("APP", "URL", "LOG_LEVEL", "SCHEMA", "PREFIX")
 
 
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str | None]:

@@ -63,8 +63,8 @@ def run(trial: Trial, url: str) -> Trial:
         command += ["-p", "no:cacheprovider", *STATEMENTS[trial.statement].tests]
         environment = {
             **os.environ,
-            "RELAYBUS_MUTANT": file.name,
-            "RELAYBUS_TEST_URL": url,
+            "MUTANT": file.name,
+            "TEST_DATABASE_URL": url,
             "HYPOTHESIS_PROFILE": "mutants",
         }
         try:

@@ -1,6 +1,6 @@
 """Sends a mutant in a statement's stead, in the process that runs the tests.
 
-``RELAYBUS_MUTANT`` is a file with the statement's text and the mutant's, as JSON.
+``MUTANT`` is a file with the statement's text and the mutant's, as JSON.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sqlalchemy import Dialect, Engine, event
 
 from sqlalchemy_relaybus.stores.postgresql.sql import Prepared
 
-_ORIGINAL, _MUTANT = json.loads(Path(os.environ["RELAYBUS_MUTANT"]).read_text())
+_ORIGINAL, _MUTANT = json.loads(Path(os.environ["MUTANT"]).read_text())
 _compile = Prepared._compile
 
 

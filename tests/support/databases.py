@@ -1,6 +1,6 @@
 """The server that the tests use, and databases on it.
 
-``RELAYBUS_TEST_URL`` names a server on which databases may be created, as a superuser; without it
+``TEST_DATABASE_URL`` names a server on which databases may be created, as a superuser; without it
 a private one is started.
 """
 
@@ -34,7 +34,7 @@ _counter = itertools.count()
 @contextmanager
 def test_server() -> Iterator[PostgresServer]:
     """The server for the length of the block."""
-    if url := os.environ.get("RELAYBUS_TEST_URL"):
+    if url := os.environ.get("TEST_DATABASE_URL"):
         yield PostgresServer(url)
         return
     with private_postgres(SETTINGS) as server:

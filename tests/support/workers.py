@@ -21,7 +21,7 @@ from sqlalchemy_relaybus import Event, RelayBus
 from sqlalchemy_relaybus.worker import Worker
 
 #: Longest wait for anything, seconds: far more than it takes on a busy machine.
-LIMIT = 30.0
+LIMIT = float(os.environ.get("TEST_LIMIT", 30))
 #: Settings that make a worker quick to look and to notice.
 QUICK: Mapping[str, Any] = {
     "poll_interval": 0.01,
