@@ -22,7 +22,7 @@ PYTHON_NEWEST ?= $(shell \
 COMPAT_URL ?= postgresql+psycopg://postgres@127.0.0.1:5432/postgres
 WHEEL := build/wheel
 
-.PHONY: demo test lint docs compat cases-long property bench mutants chaos wheel clean
+.PHONY: demo test lint docs compat cases-long property bench mutants mutants-python chaos wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)
@@ -64,6 +64,12 @@ bench: $(STAMP)
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants
 
+# Likewise what is changed in the Python code of the pure modules, the session and the worker. Hours;
+# MUTANTS='sqlalchemy_relaybus.session.*' for a part of them.
+mutants-python: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --group mutation
+	$(BIN)/python -m tests.mutants.python $(MUTANTS)
+
 # Publishers and workers under kills, crashes and cuts; figures and problems in build/chaos.json.
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos --seed $(SEED) --duration $(DURATION) --json build/chaos.json
@@ -80,7 +86,7 @@ wheel: $(STAMP)
 	cd $(WHEEL)/run && ../venv/bin/python -m pytest tests/test_readme.py tests/migrations
 
 clean:
-	rm -rf $(VENV) $(COMPAT) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(COMPAT) build dist mutants .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 # pip before 25.1 knows no dependency groups
 $(STAMP): pyproject.toml | $(BIN)/python

@@ -1,0 +1,84 @@
+"""``python -m tests.mutants.python``: mutants of the Python code, by mutmut.
+
+Goes on where it was ended. What the type checker refuses counts as killed: nothing that it refuses
+is merged either.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from sqlalchemy_relaybus.testing.server import private_postgres
+from tests.support.databases import SETTINGS
+
+#: Least share of mutants that must be killed.
+GOAL = 0.85
+KILLED = ("killed", "timeout", "caught by type check")
+#: Longest wait for anything, seconds: a mutant of the worker often does nothing any more.
+LIMIT = "15"
+_BIN = Path(sys.executable).parent
+
+
+def results(environment: dict[str, str]) -> dict[str, Counter[str]]:
+    """How many mutants of each module came to what."""
+    told = subprocess.run(
+        [_BIN / "mutmut", "results", "--all", "true"],
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    counts: dict[str, Counter[str]] = {}
+    for line in told.splitlines():
+        name, _, outcome = line.strip().rpartition(": ")
+        if name:
+            module = name.split(".x", 1)[0]
+            counts.setdefault(module, Counter())[outcome] += 1
+    return counts
+
+
+def report(counts: dict[str, Counter[str]], console: Console) -> float:
+    """Show them; the share of those tried that were killed."""
+    table = Table("module", "mutants", "killed", "survived", "no tests", "not tried", "score")
+    total: Counter[str] = sum(counts.values(), Counter())
+    share = 0.0
+    for name, count in [*sorted(counts.items()), ("all", total)]:
+        killed = sum(count[outcome] for outcome in KILLED)
+        tried = count.total() - count["not checked"]
+        share = killed / tried if tried else 0.0
+        columns = (count.total(), killed, count["survived"], count["no tests"])
+        table.add_row(name, *map(str, columns), str(count["not checked"]), f"{share:.1%}")
+    console.print(table)
+    return share
+
+
+@click.command()
+@click.argument("names", nargs=-1)
+@click.option("--jobs", default=os.cpu_count() or 1, show_default=True, help="How many at once.")
+def main(names: tuple[str, ...], jobs: int) -> None:
+    """Run the tests against the mutants called NAMES, such as sqlalchemy_relaybus.session.*."""
+    with private_postgres(SETTINGS) as server:
+        environment = {
+            **os.environ,
+            "PATH": f"{_BIN}{os.pathsep}{os.environ['PATH']}",
+            "TEST_DATABASE_URL": server.url(),
+            "TEST_LIMIT": LIMIT,
+        }
+        command = [str(_BIN / "mutmut"), "run", "--max-children", str(jobs), *names]
+        if code := subprocess.run(command, env=environment).returncode:
+            sys.exit(code)
+        share = report(results(environment), Console())
+    if share < GOAL:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
