@@ -179,7 +179,8 @@ class RelayBus(Router):
         """Publish an event about the mapped object *instance*, on the session that it is in.
 
         *payload* and *key* may be functions of the object. They are called when the flush has
-        given a new object its primary key; what is wrong with their results is raised there.
+        given a new object its primary key; what is wrong with their results is raised there, and so
+        it is if the object was taken out of the session and gets no key.
         """
         record(
             self._hook,

@@ -12,7 +12,7 @@ from sqlalchemy.orm.exc import UnmappedInstanceError
 
 from .codec import check_type
 from .exc import ConfigurationError, shown
-from .session import SessionHook
+from .session import SessionHook, lacks_key
 from .stores.base import NewEvent
 
 C = TypeVar("C", bound=type[Any])
@@ -41,6 +41,11 @@ def record(
         )
 
     def new() -> NewEvent:
+        if lacks_key(instance):
+            raise ConfigurationError(
+                f"{shown(instance)} has no primary key, and the event about it waits for that: it "
+                "was taken out of its session before a flush; publish on the session instead"
+            )
         return make(
             payload(instance) if callable(payload) else payload,
             key(instance) if callable(key) else key,
@@ -49,7 +54,7 @@ def record(
     if callable(payload) or callable(key):
         hook.publish(session, new, after=instance)
     else:
-        made = new()  # so that what is wrong with it is told here
+        made = make(payload, key)  # so that what is wrong with it is told here
         hook.publish(session, lambda: made, after=instance)
 
 

@@ -70,8 +70,12 @@ class SessionHook:
     def __init__(self, tables: Tables, waker: Waker | None) -> None:
         self._tables = tables
         self._waker = waker
-        #: events that wait for the end of the flush that a session is in
-        self._deferred: weakref.WeakKeyDictionary[Session, list[Callable[[], NewEvent]]] = (
+        #: the flush that a session was last seen to begin
+        self._flushes: weakref.WeakKeyDictionary[Session, weakref.ref[UOWTransaction]] = (
+            weakref.WeakKeyDictionary()
+        )
+        #: sessions whose flush is at its statements, and the events that wait for their end
+        self._deferred: weakref.WeakKeyDictionary[Session, list[Pending]] = (
             weakref.WeakKeyDictionary()
         )
         #: sessions at the end of a flush, behind our own hook there: nothing can wait for it more
@@ -85,6 +89,7 @@ class SessionHook:
         self._private: weakref.WeakKeyDictionary[Any, type[Session]] = weakref.WeakKeyDictionary()
         self._listeners: tuple[tuple[str, Callable[..., None]], ...] = (
             ("before_flush", self._before_flush),
+            ("after_transaction_create", self._after_transaction_create),
             ("after_flush", self._after_flush),
             ("after_flush_postexec", self._after_flush_postexec),
             ("after_soft_rollback", self._after_soft_rollback),
@@ -164,21 +169,24 @@ class SessionHook:
             session.add(pending)
         elif not self._attached(session):
             # by a flush hook of the application, which cannot be joined by ours now
-            if _lacks_key(after):
+            if lacks_key(after):
                 raise ConfigurationError(
                     f"{after!r} has no primary key yet, and its session is in a flush that it was "
                     "not attached for; attach the session or its sessionmaker when it is made"
                 )
             self.write(session, [new()])
-        elif session in self._flushed and _lacks_key(after):
-            session.add(pending)  # for the next flush, as the object itself is
-        else:
+        elif session not in self._deferred:
             self._release(session, [*self._take(session), pending])
+        elif self._deferred[session] or after in session.new:
+            self._deferred[session].append(pending)
+        else:
+            self.write(session, [new()])
 
     def defer(self, session: Session, new: Callable[[], NewEvent]) -> None:
         """From within a flush of *session*: write an event at its end."""
+        _map_pending()
         self._ensure(session)
-        self._deferred.setdefault(session, []).append(new)
+        self._deferred.setdefault(session, []).append(Pending(self, new))
 
     def _ensure(self, session: Session) -> None:
         if self._classes.isdisjoint(type(session).__mro__):
@@ -192,35 +200,55 @@ class SessionHook:
     def _before_flush(
         self, session: Session, flush_context: UOWTransaction, instances: object
     ) -> None:
+        self._flushes[session] = weakref.ref(flush_context)
         self._release(session, self._take(session))
 
     def _take(self, session: Session) -> list[Pending]:
         """Take what waits in *session* out of it, in the order in which it was published."""
-        mine = [each for each in session.new if type(each) is Pending and each.hook is self]
-        mine.sort(key=lambda each: each.order)
+        mine = self._waiting(session)
         for each in mine:
             session.expunge(each)
         return mine
 
-    def _release(self, session: Session, events: Sequence[Pending]) -> None:
-        """Write *events* now, or at the end of the flush if one of them must wait for that.
+    def _waiting(self, session: Session) -> list[Pending]:
+        mine = [each for each in session.new if type(each) is Pending and each.hook is self]
+        return sorted(mine, key=lambda each: each.order)
 
-        An object that this flush inserts has no primary key yet. There is something to flush then,
-        so ``after_flush`` does fire; it does not where events are all there is.
+    def _release(self, session: Session, events: Sequence[Pending]) -> None:
+        """Write *events* now; if one of them must wait for its object's key, they all wait.
+
+        They do so in the session: should a hook of the application refuse the flush, or leave it
+        nothing else to write, they are still there and keep the session dirty.
         """
-        waits = session in self._deferred or any(
-            each.after is not None and each.after in session.new for each in events
-        )
-        if waits and session not in self._flushed:
-            self._deferred.setdefault(session, []).extend(each.new for each in events)
+        new, flushed = session.new, session in self._flushed
+        if any(each.after in new and (not flushed or lacks_key(each.after)) for each in events):
+            session.add_all(events)
         elif events:
             self.write(session, [each.new() for each in events])
 
+    def _after_transaction_create(self, session: Session, transaction: SessionTransaction) -> None:
+        """At the beginning of a flush's statements: what it would write is settled by then.
+
+        Hooks of the application cannot refuse it any more, and it comes to ``after_flush`` or
+        fails. The events leave it here. It saves nothing of their class, not even the lack of any,
+        for which it would ask the session for a connection to that class's table.
+        """
+        flush = self._flushes.get(session, lambda: None)()
+        if flush is None or not flush.has_work:
+            return  # some other transaction
+        del self._flushes[session]
+        deferred = self._deferred.setdefault(session, [])
+        for each in self._waiting(session):
+            if flush.states.pop(inspect(each), None):  # not of a flush of chosen objects
+                session.expunge(each)
+                deferred.append(each)
+        for action in flush.postsort_actions.values():
+            if deferred and getattr(action, "mapper", None) is inspect(Pending):
+                action.disabled = True
+
     def _after_flush(self, session: Session, flush_context: UOWTransaction) -> None:
         self._flushed.add(session)
-        new = self._deferred.pop(session, ())
-        if new:
-            self.write(session, [make() for make in new])
+        self._release(session, self._deferred.pop(session, ()))
 
     def _after_flush_postexec(self, session: Session, flush_context: UOWTransaction) -> None:
         self._flushed.discard(session)
@@ -262,7 +290,7 @@ class SessionHook:
             self._waker.wake(engine)
 
 
-def _lacks_key(instance: object) -> bool:
+def lacks_key(instance: object) -> bool:
     """Whether *instance* is new and has no primary key yet: another flush will give it one."""
     state = inspect(instance, raiseerr=False) if instance is not None else None
     return (

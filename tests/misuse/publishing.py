@@ -565,6 +565,21 @@ CASES: Mapping[str, Sequence[Case]] = {
             ),
         ),
         Case(
+            "an object that is taken out before it has its key",
+            (
+                "order = Order(); session.add(order)\n"
+                'bus.record(order, "order.placed", lambda order: {"id": order.id})\n'
+                "session.expunge(order)\n"
+                "session.commit()"
+            ),
+            ConfigurationError,
+            (
+                "<Order None> has no primary key, and the event about it waits for that: it was "
+                "taken out of its session before a flush; publish on the session instead"
+            ),
+            database="migrated",
+        ),
+        Case(
             "a payload function that gives something else",
             (
                 "Order.metadata.create_all(engine)\n"
