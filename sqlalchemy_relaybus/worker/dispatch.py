@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ..event import Context
-from ..exc import Bury, LostLeaseError, Retry, Snooze
+from ..exc import Bury, LostLeaseError, Retry, Snooze, first_line
 from ..retry import MAX_DELAY, exhausted
 from ..router import Handler
 from ..settings import Settings
@@ -33,6 +33,8 @@ log = logging.getLogger("sqlalchemy_relaybus.worker")
 MAX_ERROR_LENGTH = 2_000
 #: Wait before the next attempt where the handler's retry policy itself fails, seconds.
 _FALLBACK_DELAY = 60.0
+#: Wait before a transaction that could not be serialized is tried again, seconds.
+_CONFLICT_DELAYS = 0.1, 1.0
 
 #: done: to be deleted; gone: deleted already, in the handler's transaction; released: did not run
 #: or was aborted, to be given back uncharged; refused: likewise, because something before it blocks
@@ -218,7 +220,8 @@ class Dispatcher:
             _say(log.warning, "%s", error)
             self._end_job(job, [Outcome(delivery, "lost")])
         else:
-            park = _park(job.handler, delivery, error)
+            conflicted = job.handler.transactional and self._transactions.conflicted(error)
+            park = (_again if conflicted else _park)(job.handler, delivery, error)
             _log_failure(delivery, park, error)
             self._end_job(job, [Outcome(delivery, park)])
         return False
@@ -241,6 +244,15 @@ class Dispatcher:
                 if self._runs.get(job.pair) is job:
                     del self._runs[job.pair]
         self._report(outcomes)
+
+
+def _again(handler: Handler, delivery: Delivery, error: BaseException) -> Park:
+    """After a serialization failure, which is none of the handler's: uncharged, before long.
+
+    Two that failed by each other do not come back at the same moment.
+    """
+    text = f"the transaction could not be serialized with another one: {first_line(error)}"
+    return Park(delivery, "retrying", random.uniform(*_CONFLICT_DELAYS), 0, text, True)
 
 
 def _park(handler: Handler, delivery: Delivery, error: BaseException) -> Park:

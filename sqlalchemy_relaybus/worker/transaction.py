@@ -218,15 +218,16 @@ class Transactions:
 
     def _complete(self, connection: Any, delivery: Delivery) -> None:
         # Last in the transaction: the lane is locked against a takeover until the commit.
-        try:
-            completed = self._store.complete(connection, self._holder, delivery)
-        except DBAPIError as error:
-            # In REPEATABLE READ a takeover since the transaction began shows as this.
-            if self._store.conflicted(error):
-                raise LostLeaseError(delivery.lane, delivery.id) from error
-            raise
-        if not completed:
+        if not self._store.complete(connection, self._holder, delivery):
             raise LostLeaseError(delivery.lane, delivery.id)
+
+    def conflicted(self, error: BaseException) -> bool:
+        """Whether *error* says that the transaction met another one, and may succeed after it.
+
+        So do REPEATABLE READ and SERIALIZABLE, in any statement and in the commit. Whether there
+        was a takeover does not show in it; what is written about the delivery next is fenced.
+        """
+        return isinstance(error, DBAPIError) and self._store.conflicted(error)
 
 
 def makes_async_sessions(factory: object) -> bool:

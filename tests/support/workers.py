@@ -191,10 +191,13 @@ def holders(bus: RelayBus, engine: Engine) -> dict[Any, int]:
 def steal(bus: RelayBus, engine: Engine, lanes: set[int], seconds: float = 60) -> None:
     """Give *lanes* to a holder that does not exist, as a takeover by a stranger would."""
     table = bus.tables.lanes
+    chosen = table.c.lane.in_(lanes)
     with engine.begin() as connection:
+        # which is what a completion in REPEATABLE READ would run into
+        connection.execute(select(table.c.lane).where(chosen).with_for_update())
         connection.execute(
             update(table)
-            .where(table.c.lane.in_(lanes))
+            .where(chosen)
             .values(
                 epoch=table.c.epoch + 1,
                 version=0,
