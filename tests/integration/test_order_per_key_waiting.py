@@ -20,10 +20,12 @@ from sqlalchemy import Engine, func, select
 from sqlalchemy.orm import Session
 
 from sqlalchemy_relaybus import Context, Event, Fixed, NoRetry, RelayBus, Snooze, admin
+from sqlalchemy_relaybus.codec import new_event_id
 from sqlalchemy_relaybus.lanes import lane_of
 from sqlalchemy_relaybus.router import OnDead
 from sqlalchemy_relaybus.stores.postgresql.store import PostgreSQLStore
 from sqlalchemy_relaybus.worker import followers
+from sqlalchemy_relaybus.worker.exchanges import Exchanges
 from tests.support.stores import Bench, ids, key_on, new_event, parked
 from tests.support.workers import LIMIT, Runs, dead, drained, eventually, publish, ready, working
 from tests.support.workers import waiting as scheduled
@@ -53,6 +55,23 @@ def test_a_parked_head_blocks_its_own_handler_and_key_only(bench: Bench) -> None
     holder.park(parked(head, blocks=True))
     claimed = holder.claim()
     assert [(d.handler, d.key) for d in claimed] == [("b", KEY), ("a", OTHER_KEY)]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_id_that_comes_twice_blocks_for_none_of_the_handlers_that_pass(
+    bench: Bench, order: int
+) -> None:
+    """Those of both entries need not wait for it; the others do."""
+    id = new_event_id()
+    twice = [
+        new_event(KEY, id=id, delay=3600, handlers=("a", "b"))._replace(passing=["a"]),
+        new_event(KEY, id=id, delay=3600, handlers=("b", "c"))._replace(passing=["c"]),
+    ]
+    bench.publish(*twice[::order])
+    bench.publish(new_event(KEY, handlers=("a", "b", "c")))
+    holder = bench.holder("a", "b", "c")
+    holder.take(LANE)
+    assert sorted(each.handler for each in holder.claim()) == ["a", "c"]
 
 
 def test_a_dead_letter_that_does_not_block_lets_its_key_go_on(bench: Bench) -> None:
@@ -269,6 +288,46 @@ def lock_rows(bus: RelayBus, engine: Engine, count: int) -> Iterator[list[Any]]:
     with engine.connect() as connection, connection.begin():
         query = select(table).order_by(table.c.id).limit(count).with_for_update()
         yield list(connection.execute(query))
+
+
+def test_the_lease_of_a_lane_that_is_left_alone_for_a_moment_is_renewed_after_it(
+    bus: RelayBus, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is due and may not be asked for yet is waited for: not in a loop, and not for long."""
+    begun, locked, sent = threading.Event(), threading.Event(), Counter[str]()
+    send = Exchanges.send
+
+    def counted(self: Exchanges, *args: Any, **options: Any) -> None:
+        sent["exchanges"] += 1
+        send(self, *args, **options)
+
+    monkeypatch.setattr(Exchanges, "send", counted)
+
+    @bus.handler("step", name="h", retry=Fixed(wait=0.05))
+    def h(event: Event, context: Context) -> None:
+        if context.attempt == 1:
+            begun.set()
+            assert locked.wait(30)
+            raise RuntimeError("once")
+
+    publish(bus, engine, "step", 0, key="a")
+    lanes = bus.tables.lanes
+    live = select(lanes.c.lease_expires_at > func.clock_timestamp()).where(
+        lanes.c.lane == lane_of("a")
+    )
+    with working(bus, engine, lease_duration=1.0):
+        assert begun.wait(30)
+        with lock_rows(bus, engine, 1):
+            locked.set()
+            time.sleep(0.2)  # until it is found locked
+            before = sent.total()
+            end = time.monotonic() + 2
+            while time.monotonic() < end:
+                with engine.connect() as connection:
+                    assert connection.scalar(live)
+                time.sleep(0.05)
+            assert 5 <= sent.total() - before < 40
+        drained(bus, engine)
 
 
 def _count(monkeypatch: pytest.MonkeyPatch, name: str, calls: Counter[str]) -> None:
