@@ -269,9 +269,8 @@ def _park(handler: Handler, delivery: Delivery, error: BaseException) -> Park:
             delay = error.after
         else:
             delay = float(handler.retry.delay(attempts, random.random()))
-    except Exception:
-        # a policy of the application's own; the failure must be recorded all the same
-        log.exception("the retry policy of handler %r failed", handler.name)
+    except Exception:  # noqa: BLE001 - a policy of the application's own; recorded all the same
+        _say(log.exception, "the retry policy of handler %r failed", handler.name)
         delay = _FALLBACK_DELAY
     return Park(delivery, "retrying", _storable(delay), 1, text, True)
 
@@ -280,8 +279,8 @@ def is_exhausted(handler: Handler, attempts: int) -> bool:
     """Whether *handler* gives up after *attempts*; not where its retry policy itself fails."""
     try:
         return exhausted(handler.retry, attempts)
-    except Exception:
-        log.exception("the retry policy of handler %r failed", handler.name)
+    except Exception:  # noqa: BLE001 - likewise
+        _say(log.exception, "the retry policy of handler %r failed", handler.name)
         return False
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import threading
 import time
 from typing import Any
@@ -30,8 +31,18 @@ from sqlalchemy_relaybus import (
     Snooze,
 )
 from sqlalchemy_relaybus.stores import store_for
+from sqlalchemy_relaybus.worker import dispatch
 from tests.support.stores import Bench, ids, key_on, new_event, parked, waiting
-from tests.support.workers import Runs, dead, drained, eventually, publish, ready, working
+from tests.support.workers import (
+    Runs,
+    dead,
+    drained,
+    eventually,
+    publish,
+    ready,
+    steal,
+    working,
+)
 from tests.support.workers import waiting as scheduled
 
 LANE = 7
@@ -398,6 +409,59 @@ def test_a_plain_handler_past_its_time_limit(
     began = [row[1:] for row in runs.rows if row[0] == "began"]
     assert began == [("slow", 1), ("slow", 2), ("other", 1), ("third", 1), ("last", 1)]
     assert "its thread is left behind" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["fails", "dies", "takes too long", "fails its policy", "is lost"])
+def test_a_logging_filter_that_raises_loses_no_outcome(
+    bus: RelayBus, engine: Engine, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """What ended is told to the worker whether or not it can be logged."""
+    runs, release, seen = Runs(), threading.Event(), list[str]()
+
+    class Broken(Exponential):
+        def delay(self, attempt: int, draw: float) -> float:
+            raise ZeroDivisionError("a policy of the application's own")
+
+    class Filter(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            if record.module != "dispatch":
+                return True
+            seen.append(record.getMessage())
+            raise ValueError("a filter of the application's own")
+
+    def plain(event: Event, context: Context) -> None:
+        if runs.add(context.attempt) > 1:
+            return
+        if how == "is lost":
+            steal(bus, engine, {LANE}, seconds=0.2)
+        elif how == "takes too long":
+            release.wait(30)
+        else:
+            raise RuntimeError("once")
+
+    def transactional(event: Event, context: Context, session: Session) -> None:
+        session.execute(text("SELECT 1"))
+        plain(event, context)
+
+    monkeypatch.setattr(dispatch, "_FALLBACK_DELAY", 0.02)
+    if how == "is lost":
+        bus.handler("step", name="h", mode="transactional")(transactional)
+    else:
+        policies: dict[str, Any] = {"dies": NoRetry(), "fails its policy": Broken()}
+        bus.handler("step", name="h", retry=policies.get(how, SOON), timeout=0.2)(plain)
+    filter = Filter()
+    dispatch.log.addFilter(filter)
+    try:
+        publish(bus, engine, "step", 1, key=KEY)
+        with working(bus, engine):
+            drained(bus, engine)
+            release.set()
+    finally:
+        dispatch.log.removeFilter(filter)
+    assert seen
+    second = 1 if how == "is lost" else 2
+    assert runs.rows == ([(1,)] if how == "dies" else [(1,), (second,)])
+    assert len(dead(bus, engine)) == (how == "dies")
 
 
 # -- dead letters ----------------------------------------------------------------------------------
