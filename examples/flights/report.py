@@ -86,15 +86,9 @@ def final_table(figures: dict[str, Any]) -> Table:
         delivered = figures["delivered"].get(name, 0)
         row(f"delivered to {name}", delivered, delivered == expected)
     row("took more than one attempt", figures["retried"])
-    again = figures["redelivered"]
-    row("calls that the service got again after the kill", again, again > 0)
-    for name, words in {
-        "lost": "lost",
-        "repeated_effects": "effects that happened twice",
-        "order_violations": "out of order for their aircraft",
-        "dead_letters": "dead letters",
-    }.items():
-        row(words, figures[name], figures[name] == 0)
+    row("redelivered after the kill", figures["redelivered"], figures["redelivered"] > 0)
+    for name in ("lost", "repeated_effects", "order_violations", "dead_letters"):
+        row(name.replace("_", " "), figures[name], figures[name] == 0)
     row("deliveries/s", f"{figures['deliveries_per_second']:,.0f}")
     equal = figures["boards_equal"]
     row("boards equal what the CSV gives", "yes" if equal else "no", equal)

@@ -46,7 +46,7 @@ def test_the_demo_loses_repeats_and_reorders_nothing(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "had reached the outside service and were not yet noted as done" in done.stdout
-    assert "calls that the service got again after the kill" in done.stdout
+    assert "redelivered after the kill" in done.stdout
     figures = json.loads((tmp_path / "demo.json").read_text())
     assert figures["published"] == count
     assert figures["delivered"] == dict.fromkeys(
