@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, cast
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy import Connection
 
 from sqlalchemy_relaybus import Event, RelayBus
 from sqlalchemy_relaybus.settings import Settings
@@ -16,6 +17,9 @@ from sqlalchemy_relaybus.stores.base import Delivery, Lease, Store, Suspect, Tak
 from sqlalchemy_relaybus.worker.flight import Flight
 from sqlalchemy_relaybus.worker.hold import Hold
 from sqlalchemy_relaybus.worker.isolation import Isolation, is_culprit
+
+ME = UUID(int=1)
+CONNECTION = cast(Connection, object())
 
 
 async def h(event: Event) -> None: ...
@@ -106,6 +110,75 @@ def test_what_comes_before_a_suspect_in_its_key_runs_in_its_stead() -> None:
         [(1, "a", None), (2, "a", Suspect(2, 8)), (3, "a", Suspect(2, 8)), (4, "b", Suspect(2, 8))],
     )
     assert isolation(f).group([lane]) == {1, 4}
+
+
+class FakeStore:
+    """Notes what it is told; the reply to the next *lost* calls does not arrive."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, list[int]]] = []
+        self.lost = 0
+
+    def absolve(self, connection: object, holder: UUID, deliveries: Sequence[Delivery]) -> None:
+        assert (connection, holder) == (CONNECTION, ME)
+        self._note("absolve", deliveries)
+
+    def survived(self, connection: object, deliveries: Sequence[Delivery]) -> None:
+        assert connection is CONNECTION
+        self._note("survived", deliveries)
+
+    def _note(self, what: str, deliveries: Sequence[Delivery]) -> None:
+        self.told.append((what, [each.id for each in deliveries]))
+        if self.lost:
+            self.lost -= 1
+            raise ConnectionError
+
+
+def test_those_that_ended_are_suspects_no_more_and_are_written_together() -> None:
+    f, store = flight(), FakeStore()
+    one = Isolation(cast(Store, store), ME, f)
+    lane = hold(f, 0, [(1, None, Suspect(1, 2)), (2, None, Suspect(1, 2)), (3, None, None)])
+    first, second, third = list(lane.prefetched)
+    f.load.begin([second])
+    one.ended(first)
+    one.ended(third)  # never was one
+    assert lane.suspects == {2: Suspect(1, 2)}
+    one.absolve(CONNECTION, 100.0)
+    one.ended(second)
+    one.absolve(CONNECTION, 100.05)  # so soon, while something runs that may end as well
+    assert store.told == [("absolve", [1])]
+    one.absolve(CONNECTION, 100.1)
+    one.absolve(CONNECTION, 101.0)
+    assert store.told == [("absolve", [1]), ("absolve", [2])]
+
+
+def test_nobody_is_waited_for_when_nothing_runs() -> None:
+    f, store = flight(), FakeStore()
+    one = Isolation(cast(Store, store), ME, f)
+    lane = hold(f, 0, [(1, None, Suspect(1, 2)), (2, None, Suspect(1, 2))])
+    for delivery in list(lane.prefetched):
+        one.ended(delivery)
+        one.absolve(CONNECTION, 100.0)
+    assert store.told == [("absolve", [1]), ("absolve", [2])]
+
+
+@pytest.mark.parametrize("what", ["absolve", "survived"])
+def test_what_may_not_have_arrived_is_told_again(what: str) -> None:
+    f, store = flight(), FakeStore()
+    one = Isolation(cast(Store, store), ME, f)
+    lane = hold(f, 0, [(1, None, Suspect(1, 2)), (2, None, None)])
+    (delivery, _) = lane.prefetched
+    if what == "absolve":
+        one.ended(delivery)
+    else:
+        lane.started[1] = delivery
+        one.lost(lane)
+    store.lost = 1
+    with pytest.raises(ConnectionError):
+        one.absolve(CONNECTION, 100.0)
+    one.absolve(CONNECTION, 200.0)
+    one.absolve(CONNECTION, 300.0)
+    assert store.told == [(what, [1])] * 2
 
 
 suspects = st.one_of(st.none(), st.builds(Suspect, st.integers(1, 5), st.integers(1, 40)))
