@@ -11,6 +11,13 @@ from sqlalchemy_relaybus.testing.server import PostgresServer
 from tests.support.databases import migrated_template, open_engine, scratch_database, test_server
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what runs the application in processes of its own."""
+    for item in items:
+        if "app" in getattr(item, "fixturenames", ()):
+            item.add_marker("processes")
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[PostgresServer]:
     """The PostgreSQL server of this run."""
