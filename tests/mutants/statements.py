@@ -29,8 +29,17 @@ class Statement:
     """A statement of the store."""
 
     make: Callable[[Tables], Any]
-    #: test files that may notice, the likeliest first
-    tests: tuple[str, ...]
+    #: test files that may notice, besides the property histories; the likeliest first
+    files: tuple[str, ...]
+    #: its name among the tests of plans
+    plan: str | None = None
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        """What may notice, in pytest's words: first what is quick or likely to."""
+        plans = f"{_PLANS}::test_rows_are_found_directly"
+        planned = [f"{plans}[{when}-{self.plan}]" for when in ("full", "new") if self.plan]
+        return (*planned, "tests/property", *self.files)
 
     @property
     def sql(self) -> str:
@@ -42,14 +51,13 @@ class Statement:
 
 
 def _store(*names: str) -> tuple[str, ...]:
-    files = (f"tests/integration/test_{name}.py" for name in (*names, "store_plans"))
-    return ("tests/property", *files)
+    return tuple(f"tests/integration/test_{name}.py" for name in names)
 
 
 _TAKE = _store("fencing_takeovers", "attempts_and_poison", "fencing", "store_followers")
 _PUMP = _store(
     *("store_exchange", "fencing", "fencing_takeovers", "never_lose_an_event", "at_least_once"),
-    *("order_per_key", "order_per_key_waiting"),
+    *("order_per_key", "order_per_key_waiting", "store_plans"),
 )
 _OUTCOMES = _store(
     *("fencing", "retries_and_dead_letters", "order_per_key_waiting", "effectively_once"),
@@ -58,27 +66,31 @@ _OUTCOMES = _store(
 _KEYS = _store("order_per_key_waiting", "store_followers")
 
 STATEMENTS: Mapping[str, Statement] = {
-    "take": Statement(lanes.take, _TAKE),
-    "suspect": Statement(lanes.suspect, _TAKE),
-    "suspects": Statement(lanes.suspects, _TAKE),
+    "take": Statement(lanes.take, _TAKE, "take"),
+    "suspect": Statement(lanes.suspect, _TAKE, "suspect"),
+    "suspects": Statement(lanes.suspects, _TAKE, "suspects"),
     "renew": Statement(lanes.renew, _store("fencing", "fencing_takeovers", "store_exchange")),
     "relinquish": Statement(
-        lanes.relinquish, _store("fencing", "fencing_takeovers", "store_exchange")
+        lanes.relinquish, _store("fencing", "fencing_takeovers", "store_exchange"), "relinquish"
     ),
-    "exchange": Statement(lambda tables: pump.exchange(tables, False), _PUMP),
-    "careful exchange": Statement(lambda tables: pump.exchange(tables, True), _PUMP),
-    "complete": Statement(outcomes.complete, _OUTCOMES),
-    "park": Statement(outcomes.park, _OUTCOMES),
-    "promote": Statement(outcomes.promote, _OUTCOMES),
+    "exchange": Statement(lambda tables: pump.exchange(tables, False), _PUMP, "pump"),
+    "careful exchange": Statement(
+        lambda tables: pump.exchange(tables, True), _PUMP, "careful pump"
+    ),
+    "complete": Statement(outcomes.complete, _OUTCOMES, "complete"),
+    "park": Statement(outcomes.park, _OUTCOMES, "park"),
+    "promote": Statement(outcomes.promote, _OUTCOMES, "promote"),
     "set aside": Statement(
         outcomes.set_aside, _store("store_unhandled", "fencing", "order_per_key_waiting")
     ),
     "reclaim": Statement(outcomes.reclaim, _store("store_unhandled", "never_lose_an_event")),
-    "absolve": Statement(outcomes.absolve, _TAKE),
-    "hold back": Statement(followers.hold_back, _KEYS),
-    "thin out": Statement(followers.thin_out, _KEYS),
-    "let go": Statement(lambda tables: followers.let_go(tables, False), _KEYS),
-    "let go everywhere": Statement(lambda tables: followers.let_go(tables, True), _KEYS),
+    "absolve": Statement(outcomes.absolve, _TAKE, "absolve"),
+    "hold back": Statement(followers.hold_back, _KEYS, "hold back"),
+    "thin out": Statement(followers.thin_out, _KEYS, "thin out"),
+    "let go": Statement(lambda tables: followers.let_go(tables, False), _KEYS, "let go"),
+    "let go everywhere": Statement(
+        lambda tables: followers.let_go(tables, True), _KEYS, "let go everywhere"
+    ),
     "requeue": Statement(operations.requeue, _OUTCOMES),
     "discard": Statement(
         operations.discard, _store("order_per_key_waiting", "retries_and_dead_letters")

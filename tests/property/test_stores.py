@@ -30,7 +30,7 @@ PROFILES = {
     "mutants": settings(
         COMMON,
         derandomize=True,
-        max_examples=150,
+        max_examples=60,
         stateful_step_count=50,
         phases=[Phase.generate],
     ),

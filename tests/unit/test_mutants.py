@@ -68,4 +68,4 @@ def test_what_is_said_to_change_nothing_is_still_there() -> None:
 def test_the_tests_that_have_to_notice_are_there() -> None:
     for statement in STATEMENTS.values():
         for test in statement.tests:
-            assert Path(test).exists(), test
+            assert Path(test.partition("::")[0]).exists(), test
