@@ -22,6 +22,7 @@ from sqlalchemy_relaybus.stores.postgresql.sql import Prepared
 from sqlalchemy_relaybus.tables import Tables, tables_for
 
 _DIALECT: Dialect = psycopg.dialect()  # type: ignore[no-untyped-call]
+_PLANS = "tests/integration/test_store_plans.py"
 
 
 @dataclass(frozen=True, slots=True)
