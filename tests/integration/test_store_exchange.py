@@ -117,6 +117,25 @@ def test_a_lane_that_has_moved_is_not_written_until_its_address_is_read_again(
 # -- locks of others -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("careful", [False, True])
+def test_the_address_of_another_lane_writes_neither(bench: Bench, careful: bool) -> None:
+    """It only says where to look: both rows are of the same holder, epoch and version."""
+    holder = bench.holder()
+    bench.publish(new_event(key_on(1)), new_event(key_on(2)))
+    mine, other = holder.take(1, 2).values()
+    before = bench.store.read_lanes(holder.connection, [1, 2])
+    holder.leases[1] = mine.lease._replace(hint=other.lease.hint)
+    reply = holder.exchange(1, careful=careful)
+    assert (reply.leases, reply.refused, reply.startable) == ({}, {1}, [])
+    assert bench.store.read_lanes(holder.connection, [1, 2]) == before
+    reply = holder.exchange(1, 2, careful=careful)  # the row at that address is the other's alone
+    assert (reply.leases.keys(), reply.refused) == ({2}, {1})
+    assert [each.lane for each in reply.startable] == [2]
+    after = bench.store.read_lanes(holder.connection, [1, 2])
+    assert after[1] == before[1]
+    assert after[2].started == ids(reply.startable)
+
+
 def test_careful_steps_over_a_locked_delivery_and_says_so(bench: Bench) -> None:
     holder = bench.holder()
     bench.publish(new_event(KEY), new_event(KEY), new_event(OTHER_KEY))
