@@ -26,8 +26,7 @@ from sqlalchemy.orm import (
 from sqlalchemy_relaybus import ConfigurationError, RelayBus
 from sqlalchemy_relaybus.testing.server import private_postgres
 from tests.support.databases import SETTINGS, migrated_template, open_engine
-
-TYPE = "order.placed"
+from tests.support.orders import TYPE, make_bus, published
 
 
 class Base(DeclarativeBase):
@@ -49,7 +48,7 @@ class Item(Base):
 
 @pytest.fixture
 def bus() -> RelayBus:
-    return RelayBus(unrouted="store")
+    return make_bus()
 
 
 #: Runs what is to be done with a session, in one of either kind.
@@ -76,13 +75,6 @@ def run(request: pytest.FixtureRequest, engine: Engine, database_url: str) -> Ru
             asyncio.run(in_async_session(work))
 
     return run
-
-
-def stored(engine: Engine, bus: RelayBus) -> list[str]:
-    events = bus.tables.events
-    with engine.connect() as connection:
-        statement = select(events.c.payload).order_by(events.c.created_at, events.c.sequence)
-        return [payload.strip('"') for payload in connection.scalars(statement)]
 
 
 def shown(order: Order) -> str:
@@ -128,7 +120,7 @@ def test_a_hook_leaves_the_flush_nothing_else(
         session.commit()
 
     run(work)
-    assert stored(engine, bus) == ["recorded", "published"]
+    assert published(engine, bus.tables) == ["recorded", "published"]
 
 
 @TAKEN
@@ -154,7 +146,7 @@ def test_what_needs_the_key_of_an_object_that_gets_none_is_refused(
         session.commit()
 
     run(work)
-    assert stored(engine, bus) == ["later"]
+    assert published(engine, bus.tables) == ["later"]
 
 
 # -- hooks that interfere otherwise ----------------------------------------------------------------
@@ -185,7 +177,7 @@ def test_a_refused_flush_leaves_the_events_to_the_next(
         session.commit()
 
     run(work)
-    assert stored(engine, bus) == ["recorded", "published", "later"]
+    assert published(engine, bus.tables) == ["recorded", "published", "later"]
 
 
 def test_a_hook_that_expires_everything(run: Run, engine: Engine, bus: RelayBus) -> None:
@@ -198,7 +190,7 @@ def test_a_hook_that_expires_everything(run: Run, engine: Engine, bus: RelayBus)
         session.commit()
 
     run(work)
-    assert stored(engine, bus) == ["order 1", "published"]
+    assert published(engine, bus.tables) == ["order 1", "published"]
 
 
 def test_a_hook_that_expunges_everything_drops_what_waits(
@@ -217,7 +209,7 @@ def test_a_hook_that_expunges_everything_drops_what_waits(
         session.commit()
 
     run(work)
-    assert stored(engine, bus) == ["later"]
+    assert published(engine, bus.tables) == ["later"]
 
 
 @pytest.mark.parametrize("name", ["after_flush", "after_flush_postexec"])
@@ -237,7 +229,7 @@ def test_a_hook_that_fails_at_the_end_fails_the_transaction(
         assert session.scalars(select(Order)).all() == []
 
     run(work)
-    assert stored(engine, bus) == ["later"]
+    assert published(engine, bus.tables) == ["later"]
 
 
 def test_hooks_before_the_commit_and_within_the_flush(
@@ -264,7 +256,7 @@ def test_hooks_before_the_commit_and_within_the_flush(
         session.commit()
 
     run(work)
-    assert stored(engine, bus) == ["published", "before the commit", "before the flush"]
+    assert published(engine, bus.tables) == ["published", "before the commit", "before the flush"]
 
 
 @pytest.mark.parametrize("place", ["ahead", "behind"])
@@ -289,7 +281,7 @@ def test_an_object_that_a_hook_adds_at_the_end_has_its_key_in_the_event(
         session.commit()
 
     run(work)
-    assert stored(engine, bus) == ["order 2", "published"]
+    assert published(engine, bus.tables) == ["order 2", "published"]
 
 
 # -- objects that are flushed otherwise, or not at all ---------------------------------------------
@@ -310,7 +302,7 @@ def test_an_orphan_that_the_flush_leaves_out(run: Run, engine: Engine, bus: Rela
             session.commit()
 
     run(work)
-    assert stored(engine, bus) == ["constant"]
+    assert published(engine, bus.tables) == ["constant"]
 
 
 def test_a_key_that_the_application_gives(run: Run, engine: Engine, bus: RelayBus) -> None:
@@ -323,7 +315,7 @@ def test_a_key_that_the_application_gives(run: Run, engine: Engine, bus: RelayBu
         session.commit()
 
     run(work)
-    assert stored(engine, bus) == ["order 7 is new"]
+    assert published(engine, bus.tables) == ["order 7 is new"]
 
 
 @pytest.mark.filterwarnings("ignore:The `objects` parameter:DeprecationWarning")
@@ -339,7 +331,7 @@ def test_a_flush_of_chosen_objects(run: Run, engine: Engine, bus: RelayBus, id: 
         session.commit()
 
     run(work)
-    assert stored(engine, bus) == ["order 2 is new", "published"]
+    assert published(engine, bus.tables) == ["order 2 is new", "published"]
 
 
 def test_an_object_that_needs_no_flush(run: Run, engine: Engine, bus: RelayBus) -> None:
@@ -362,7 +354,7 @@ def test_an_object_that_needs_no_flush(run: Run, engine: Engine, bus: RelayBus) 
         session.commit()
 
     run(work)
-    assert stored(engine, bus) == ["expired", "order 1", "expunged", "deleted"]
+    assert published(engine, bus.tables) == ["expired", "order 1", "expunged", "deleted"]
 
 
 # -- transactions ----------------------------------------------------------------------------------
@@ -387,7 +379,7 @@ def test_a_savepoint_whose_flush_is_left_nothing_else(
 
     run(work)
     inside = ["inside"] if outcome == "commit" else []
-    assert stored(engine, bus) == ["before", *inside, "behind"]
+    assert published(engine, bus.tables) == ["before", *inside, "behind"]
 
 
 @pytest.mark.parametrize("end", ["rollback", "close", "invalidate"])
@@ -411,14 +403,14 @@ def test_what_waits_ends_with_its_transaction(
         session.commit()
 
     run(work)
-    assert stored(engine, bus) == ["later"]
+    assert published(engine, bus.tables) == ["later"]
 
 
 def test_two_buses(run: Run, engine: Engine, bus: RelayBus) -> None:
     """Each takes its own events out of the flush, whether or not the other's wait."""
 
     def work(session: Session) -> None:
-        other = RelayBus(unrouted="store")
+        other = make_bus()
         for mine, its in (bus, other), (other, bus):
             order = Order()
             session.add(order)
@@ -439,7 +431,7 @@ def test_two_buses(run: Run, engine: Engine, bus: RelayBus) -> None:
 
     run(work)
     each = ["left", "over", "published"]
-    assert sorted(stored(engine, bus)) == sorted(
+    assert sorted(published(engine, bus.tables)) == sorted(
         [*each * 2, *["order 1", "order 3"], *["order 2", "order 4"] * 2]
     )
 
@@ -456,7 +448,7 @@ def test_a_transaction_from_outside(engine: Engine, bus: RelayBus, mode: str) ->
             session.commit()
         if outer.is_active:
             outer.commit()
-    assert stored(engine, bus) == ["recorded"]
+    assert published(engine, bus.tables) == ["recorded"]
 
 
 def test_a_session_with_a_bind_for_each_table(engine: Engine, bus: RelayBus) -> None:
@@ -472,7 +464,7 @@ def test_a_session_with_a_bind_for_each_table(engine: Engine, bus: RelayBus) -> 
         bus.record(order, TYPE, "recorded")
         hook(session, "before_flush", lambda: session.expunge(order))
         session.commit()
-    assert stored(engine, bus) == ["order 1", "recorded"]
+    assert published(engine, bus.tables) == ["order 1", "recorded"]
 
 
 def test_a_flush_without_a_transaction_of_its_own_is_refused(engine: Engine, bus: RelayBus) -> None:
@@ -484,11 +476,11 @@ def test_a_flush_without_a_transaction_of_its_own_is_refused(engine: Engine, bus
         hook(session, "before_flush", lambda: session.expunge(order))
         with pytest.raises(ConfigurationError, match="AUTOCOMMIT"):
             session.commit()
-    assert stored(engine, bus) == []
+    assert published(engine, bus.tables) == []
 
 
 def test_a_transaction_that_is_prepared() -> None:
-    bus = RelayBus(unrouted="store", wake=False)
+    bus = make_bus()
     with (
         private_postgres({**SETTINGS, "max_prepared_transactions": "5"}) as server,
         migrated_template(server) as name,
@@ -502,7 +494,7 @@ def test_a_transaction_that_is_prepared() -> None:
             hook(session, "before_flush", lambda: session.expunge(order))
             session.prepare()
             session.commit()
-        assert stored(engine, bus) == ["recorded"]
+        assert published(engine, bus.tables) == ["recorded"]
 
 
 @pytest.mark.parametrize("last", ["before_flush", "after_flush"])
@@ -530,4 +522,4 @@ def test_a_bulk_operation_is_no_flush(run: Run, engine: Engine, bus: RelayBus, l
         del refused  # whose traceback kept that flush alive
 
     run(work)
-    assert stored(engine, bus) == ["order 1", "published"]
+    assert published(engine, bus.tables) == ["order 1", "published"]
