@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from uuid import uuid4
 
 import pytest
-from sqlalchemy import Engine, text, update
+from sqlalchemy import Engine, select, text, update
 from sqlalchemy.orm import Session
 
 from sqlalchemy_relaybus import Context, Event, RelayBus
 from sqlalchemy_relaybus.lanes import lane_of
-from sqlalchemy_relaybus.stores.base import Delivery, Lease, Pair
+from sqlalchemy_relaybus.stores.base import Delivery, Lease, Pair, Park
 from tests.support.stores import EXPIRED, Bench, Holder, ids, key_on, new_event, parked, waiting
 from tests.support.workers import (
     Runs,
@@ -112,18 +112,26 @@ def older_claims(scene: Scene) -> None:
     scene.delivery.claims -= 1
 
 
-def finish(scene: Scene) -> bool:
-    reply = scene.holder.exchange(finished=[scene.delivery], claim=False)
+def finish(scene: Scene, *, careful: bool = False) -> bool:
+    reply = scene.holder.exchange(finished=[scene.delivery], claim=False, careful=careful)
     assert reply.locked == set()
     assert bool(reply.leases) or not reply.deleted
     return reply.deleted == {scene.delivery.id}
 
 
-def renew_and_claim(scene: Scene) -> bool:
-    reply = scene.holder.exchange()
+def finish_carefully(scene: Scene) -> bool:
+    return finish(scene, careful=True)
+
+
+def renew_and_claim(scene: Scene, *, careful: bool = False) -> bool:
+    reply = scene.holder.exchange(careful=careful)
     assert not reply.deleted
     assert [d.id for d in reply.startable] == ([scene.delivery.id] if reply.leases else [])
     return reply.leases.keys() == {LANE}
+
+
+def renew_and_claim_carefully(scene: Scene) -> bool:
+    return renew_and_claim(scene, careful=True)
 
 
 def complete(scene: Scene) -> bool:
@@ -175,20 +183,10 @@ def relinquish(scene: Scene) -> bool:
     return scene.holder.relinquish() == {LANE}
 
 
-OF_A_LANE = (
-    renew_and_claim,
-    renew,
-    finish,
-    complete,
-    complete_in_a_transaction,
-    park,
-    promote,
-    absolve,
-    set_aside,
-    hold_back,
-    thin_out,
-    relinquish,
-)
+EXCHANGES = (renew_and_claim, renew_and_claim_carefully, finish, finish_carefully)
+#: They lock the lane's row against a takeover, and wait for one.
+SHARING = (complete, park, promote, absolve, set_aside, hold_back, thin_out)
+OF_A_LANE = (*EXCHANGES, renew, *SHARING, complete_in_a_transaction, relinquish)
 STALE = (older_epoch, other_holder, taken_over, handed_back)
 
 
@@ -203,7 +201,7 @@ def test_the_present_holder_acts(scene: Scene, act: Callable[[Scene], bool]) -> 
     ("act", "stale"),
     [
         *((act, stale) for act in OF_A_LANE for stale in STALE),
-        *((act, older_version) for act in (renew_and_claim, renew, finish, relinquish)),
+        *((act, older_version) for act in (*EXCHANGES, renew, relinquish)),
         *((act, older_claims) for act in (complete, complete_in_a_transaction, park)),
     ],
 )
@@ -216,10 +214,13 @@ def test_a_stale_token_changes_nothing(
     assert scene.bench.contents() == before
 
 
-def test_an_exchange_with_an_older_claim_deletes_nothing_but_renews(scene: Scene) -> None:
+@pytest.mark.parametrize("careful", [False, True])
+def test_an_exchange_with_an_older_claim_deletes_nothing_but_renews(
+    scene: Scene, careful: bool
+) -> None:
     older_claims(scene)
     before = scene.bench.deliveries()
-    reply = scene.holder.exchange(finished=[scene.delivery], claim=False)
+    reply = scene.holder.exchange(finished=[scene.delivery], claim=False, careful=careful)
     assert reply.leases.keys() == {LANE}
     assert reply.deleted == reply.locked == set()
     assert scene.bench.deliveries() == before
@@ -239,18 +240,31 @@ def test_one_lost_lane_does_not_refuse_the_others(scene: Scene) -> None:
     assert bench.deliveries() == before
 
 
-def test_a_takeover_that_commits_while_a_park_waits_refuses_it(scene: Scene) -> None:
+@pytest.mark.parametrize("act", SHARING)
+def test_a_takeover_that_commits_while_it_waits_refuses_it(
+    scene: Scene, act: Callable[[Scene], bool]
+) -> None:
     """The condition is checked again on the newest version of the lane that was locked."""
-    before = scene.bench.deliveries()
-    with scene.bench.connect() as other:
-        scene.bench.lock_lane(other, LANE)
-        with waiting(scene.holder.connection, lambda: park(scene)) as outcome:
-            other.exec_driver_sql(
-                "UPDATE relaybus_lanes SET epoch = epoch + 1 WHERE lane = %(lane)s", {"lane": LANE}
-            )
-            other.commit()
+    scene.holder.expire(LANE)
+    with scene.bench.connect() as taker:
+        scene.bench.holder().begin_take(taker, LANE)
+        with waiting(scene.holder.connection, lambda: act(scene)) as outcome:
+            taker.commit()
+            before = scene.bench.contents()
             assert outcome.result() is False
-    assert scene.bench.deliveries() == before
+    assert scene.bench.contents() == before
+
+
+@pytest.mark.parametrize("act", SHARING)
+def test_a_takeover_that_is_rolled_back_lets_it_go_on(
+    scene: Scene, act: Callable[[Scene], bool]
+) -> None:
+    scene.holder.expire(LANE)
+    with scene.bench.connect() as taker:
+        scene.bench.holder().begin_take(taker, LANE)
+        with waiting(scene.holder.connection, lambda: act(scene)) as outcome:
+            taker.rollback()
+            assert outcome.result() is True
 
 
 # -- zombies ---------------------------------------------------------------------------------------
@@ -389,3 +403,20 @@ def test_a_run_under_an_earlier_lease_is_refused_beside_one_under_the_present(
         holder.absolve(before[0], now[3])
         assert bench.suspects().keys() == {now[0].id, now[1].id, now[2].id}
         assert bench.deliveries() == [now[0].id, now[3].id]
+
+
+def test_a_delivery_that_failed_under_both_leases_is_parked_once(engine: Engine) -> None:
+    """As the present one says: the run under the earlier one was abandoned, and fails as well."""
+    with Bench(engine) as bench:
+        holder, other = bench.holder(), bench.holder()
+        bench.publish(new_event(KEY))
+        holder.take(LANE, lease=EXPIRED)
+        [before] = holder.claim(lease=EXPIRED)
+        other.take(LANE, lease=EXPIRED)
+        holder.take(LANE)
+        [now] = holder.claim()
+        abandoned = Park(before, "dead", None, 1, "too late", False)
+        assert holder.park(abandoned, parked(now), abandoned) == {now.id}
+        table = bench.tables.parked
+        rows = bench.read(select(table.c.id, table.c.status, table.c.last_error, table.c.blocks))
+        assert rows == [(now.id, "retrying", "it failed", True)]

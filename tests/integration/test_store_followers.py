@@ -189,3 +189,51 @@ def test_a_hot_key_that_is_alone_stays(bench: Bench) -> None:
     before = bench.contents()
     assert holder.thin_out([(LANE, PAIR)]) == set()
     assert bench.contents() == before
+
+
+def test_another_handler_of_a_hot_key_is_one_of_the_others(bench: Bench) -> None:
+    """It has made as little progress, but nobody runs it: it goes first."""
+    holder = bench.holder("a")
+    both = [new_event(KEY, handlers=("a", "b")) for _ in range(3)]
+    bench.publish(*both, *(new_event(KEY) for _ in range(300)))
+    holder.take(LANE)
+    a1, b1, a2, b2, a3, b3 = bench.deliveries()[:6]
+    assert holder.thin_out([(LANE, PAIR)]) == {(LANE, PAIR)}
+    assert behind(bench) == [a1, a2, a3]
+    assert bench.deliveries()[:3] == [b1, b2, b3]
+
+
+def test_another_handler_of_a_hot_key_at_the_end(bench: Bench) -> None:
+    holder = bench.holder("a")
+    bench.publish(*(new_event(KEY) for _ in range(1100)), new_event(KEY, handlers=("b",)))
+    holder.take(LANE)
+    before = bench.deliveries()
+    holder.thin_out([(LANE, PAIR)], limit=2000)
+    assert behind(bench) == before[:-1]
+
+
+def test_of_a_hot_key_what_somebody_has_locked_stays(bench: Bench) -> None:
+    holder = bench.holder("a")
+    bench.publish(*(new_event(KEY) for _ in range(3)), new_event(key_on(LANE, 1)))
+    holder.take(LANE)
+    first, locked, third, other = bench.deliveries()
+    with bench.connect() as stranger:
+        bench.lock_delivery(stranger, locked)
+        holder.thin_out([(LANE, PAIR)])
+    assert behind(bench) == [first, third]
+    assert bench.deliveries() == [locked, other]
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_what_somebody_has_locked_is_let_go_later(bench: Bench, everywhere: bool) -> None:
+    """Such as another worker, which lets the same ones go."""
+    holder, head = blocked(bench, 3)
+    holder.hold_back()
+    free(bench, head)
+    first, locked, third = behind(bench)
+    with bench.connect() as stranger:
+        bench.lock_parked(stranger, locked)
+        assert let_go(holder, everywhere=everywhere) == {(LANE, PAIR): 2}
+    assert bench.deliveries() == [first, third]
+    assert ids(holder.claim()) == [first]  # the third waits for the one that is left
+    assert let_go(holder, everywhere=everywhere) == {(LANE, PAIR): 1}

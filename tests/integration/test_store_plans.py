@@ -14,10 +14,10 @@ from sqlalchemy import Connection, Engine, text
 
 from sqlalchemy_relaybus.stores.base import Delivery, Pair
 from tests.support.plans import DIRECT, Plan, Planner, caught
-from tests.support.stores import EXPIRED, Bench, Holder, key_on, new_event, parked
+from tests.support.stores import EXPIRED, Bench, Holder, eventually, key_on, new_event, parked
 
 #: The lanes that the worker holds, and of what it claims.
-HELD = range(16)
+HELD = range(224, 240)
 BATCH = 200
 READY, WAITING = 20_000, 10_000
 
@@ -28,7 +28,8 @@ FROM generate_series(1, :ready + :waiting) AS n;
 
 -- in front of what is ready, half of it on the lanes that are held; a tenth blocks nobody
 INSERT INTO relaybus_parked (event_id, lane, handler, key, blocks, status, available_at)
-SELECT CAST(lpad(to_hex(n), 32, '0') AS uuid), CASE WHEN n % 2 = 0 THEN n / 2 % 16 ELSE n % 256 END,
+SELECT CAST(lpad(to_hex(n), 32, '0') AS uuid),
+  CASE WHEN n % 2 = 0 THEN :held + n / 2 % 16 ELSE n % 256 END,
   'a', 'parked-' || n % 2500, n % 10 <> 0, CASE WHEN n % 10 = 0 THEN 'dead' ELSE 'retrying' END,
   CASE WHEN n % 10 <> 0 THEN now() + CASE WHEN n % 100 = 1 THEN -1 ELSE 1 END * interval '1 h' END
 FROM generate_series(1, :waiting) AS n;
@@ -94,33 +95,33 @@ PUMP = {
 }
 
 ACTS = {
-    "pump": Act(exchange(False), PUMP, 3000, 500),
-    "careful pump": Act(exchange(True), PUMP, 3000, 500),
+    "pump": Act(exchange(False), PUMP, 2500, 150),
+    "careful pump": Act(exchange(True), PUMP, 2800, 150),
     "probe": Act(
         lambda holder, _: holder.bench.store.probe(holder.connection),
         {BY_KEY["deliveries"], DUE, BY_KEY["lanes"]},
-        3000,
+        2600,
         0,
     ),
     "complete": Act(
         lambda holder, claimed: holder.complete(claimed[0]),
         {BY_KEY["lanes"], BY_KEY["deliveries"]},
-        20,
+        12,
         0,
     ),
     "park": Act(
         lambda holder, claimed: holder.park(*(parked(each) for each in claimed[:50])),
         {BY_KEY["lanes"], BY_KEY["deliveries"], BY_ADDRESS["deliveries"]},
-        2000,
-        100,
+        1000,
+        0,
     ),
     "promote": Act(
-        lambda holder, _: holder.promote(), {BY_KEY["lanes"], DUE, BY_ADDRESS["parked"]}, 3000, 100
+        lambda holder, _: holder.promote(), {BY_KEY["lanes"], DUE, BY_ADDRESS["parked"]}, 200, 0
     ),
     "take": Act(
         lambda holder, _: holder.take(*range(16, 24)),
         {BY_KEY["lanes"]},
-        200,
+        80,
         0,
         nth=2,
         on_taker=True,
@@ -128,7 +129,7 @@ ACTS = {
     "suspect": Act(
         lambda holder, _: holder.take(*range(240, 256)),
         {BY_KEY["lanes"], BY_KEY["deliveries"], BY_KEY["suspects"]},
-        400,
+        200,
         0,
         nth=3,
         on_taker=True,
@@ -142,10 +143,10 @@ ACTS = {
         on_taker=True,
     ),
     "behind": Act(
-        lambda holder, _: holder.take(*range(16, 24)), {BEHIND}, 200, 0, nth=4, on_taker=True
+        lambda holder, _: holder.take(*range(16, 24)), {BEHIND}, 230, 0, nth=4, on_taker=True
     ),
     "blocked lanes": Act(
-        lambda holder, _: holder.bench.store.blocked_lanes(holder.connection), {BLOCKING}, 2000, 0
+        lambda holder, _: holder.bench.store.blocked_lanes(holder.connection), {BLOCKING}, 1100, 0
     ),
     "hold back": Act(
         lambda holder, _: holder.bench.store.hold_back(
@@ -157,40 +158,40 @@ ACTS = {
             limit=100,
         ),
         {BY_KEY["lanes"], BY_KEY["deliveries"], BY_ADDRESS["deliveries"], BLOCKING},
-        12000,
-        2000,
+        5000,
+        0,
     ),
     "thin out": Act(
         lambda holder, claimed: holder.bench.store.thin_out(
             holder.connection,
             holder.id,
-            [holder.leases[0]],
-            hot={(0, Pair("a", "key-256"))},
+            [holder.leases[HELD[0]]],
+            hot={(HELD[0], Pair("a", f"key-{HELD[0]}"))},
             kept=claimed,
             limit=500,
         ),
         {BY_KEY["lanes"], BY_KEY["deliveries"], BY_ADDRESS["deliveries"]},
-        3000,
-        2000,
+        350,
+        0,
     ),
     "let go": Act(
         lambda holder, _: holder.bench.store.let_go(
-            holder.connection, {(n, Pair("a", f"behind-{n}")) for n in range(16)}, 20
+            holder.connection, {(n, Pair("a", f"behind-{n}")) for n in HELD}, 20
         ),
         {BLOCKING, BEHIND, BY_ADDRESS["parked"]},
-        6000,
+        3300,
         0,
     ),
     "let go everywhere": Act(
         lambda holder, _: holder.bench.store.let_go(holder.connection, None, 2),
         {BLOCKING, BEHIND, BY_ADDRESS["parked"]},
-        12000,
+        8000,
         0,
     ),
     "absolve": Act(
         lambda holder, claimed: holder.absolve(*claimed[:50]),
         {BY_KEY["lanes"], BY_KEY["suspects"]},
-        400,
+        160,
         0,
     ),
     "relinquish": Act(
@@ -198,13 +199,19 @@ ACTS = {
             holder.connection, holder.id, list(holder.leases.values())
         ),
         {BY_KEY["lanes"]},
-        200,
+        150,
         0,
+    ),
+    "release": Act(
+        lambda holder, _: holder.bench.store.release(holder.connection, "a", "parked-31"),
+        {BLOCKING},
+        50,
+        50,
     ),
     "read lanes": Act(
         lambda holder, _: holder.bench.store.read_lanes(holder.connection, HELD),
         {BY_KEY["lanes"]},
-        100,
+        50,
         0,
     ),
 }
@@ -219,7 +226,8 @@ def bench(engine: Engine) -> Iterator[Bench]:
 def seed(bench: Bench) -> None:
     with bench.engine.begin() as connection:
         for statement in _SEED.split(";\n"):
-            connection.execute(text(statement), {"ready": READY, "waiting": WAITING})
+            numbers = {"ready": READY, "waiting": WAITING, "held": HELD[0]}
+            connection.execute(text(statement), numbers)
 
 
 def orphaned_lanes(bench: Bench) -> None:
@@ -240,9 +248,17 @@ def check(act: Act, plan: Plan) -> None:
     assert plan.buffers <= act.buffers, told
 
 
-@pytest.mark.parametrize("name", ACTS)
-@pytest.mark.parametrize("planned", ["full", "new", "drained"])
-def test_rows_are_found_directly(bench: Bench, name: str, planned: str) -> None:
+#: When each is planned. An operator's are sent now and then, and planned when they are.
+CASES = [
+    (planned, name)
+    for planned in ("full", "new", "drained")
+    for name in ACTS
+    if planned == "full" or name != "release"
+]
+
+
+@pytest.mark.parametrize(("planned", "name"), CASES)
+def test_rows_are_found_directly(bench: Bench, planned: str, name: str) -> None:
     act = ACTS[name]
     holder = bench.holder("a")
     holder.take(*HELD)
@@ -306,5 +322,6 @@ def test_an_old_snapshot_does_not_slow_the_pump_down(bench: Bench) -> None:
         plan = Planner(holder.connection, statement, list(parameters)).explain(parameters)
         assert plan.buffers < 50, plan
     del holder.leases[1]
-    exchange(110)  # the row is tidied again by then
-    assert len(exchange(100)[1]) == 1
+    exchange(110)
+    # it is tidied again, as soon as nobody else (statistics being gathered) has a snapshot
+    eventually(lambda: len(exchange(100)[1]) == 1, "the row stays on its page")

@@ -20,6 +20,7 @@ from sqlalchemy_relaybus.stores.postgresql import (
 )
 from sqlalchemy_relaybus.stores.postgresql.sql import Prepared
 from sqlalchemy_relaybus.tables import Tables, tables_for
+from tests.integration.test_store_plans import CASES
 
 _DIALECT: Dialect = psycopg.dialect()  # type: ignore[no-untyped-call]
 _PLANS = "tests/integration/test_store_plans.py"
@@ -39,7 +40,7 @@ class Statement:
     def tests(self) -> tuple[str, ...]:
         """What may notice, in pytest's words: first what is quick or likely to."""
         plans = f"{_PLANS}::test_rows_are_found_directly"
-        planned = [f"{plans}[{when}-{self.plan}]" for when in ("full", "new") if self.plan]
+        planned = [f"{plans}[{when}-{name}]" for when, name in CASES if name == self.plan]
         return (*planned, "tests/property", *self.files)
 
     @property
@@ -64,7 +65,8 @@ _OUTCOMES = _store(
     *("fencing", "retries_and_dead_letters", "order_per_key_waiting", "effectively_once"),
     *("fencing_takeovers", "store_exchange", "store_unhandled"),
 )
-_KEYS = _store("order_per_key_waiting", "store_followers")
+_KEYS = _store("store_followers", "fencing", "order_per_key_waiting")
+_OPERATORS = _store("store_operations", "order_per_key_waiting", "retries_and_dead_letters")
 
 STATEMENTS: Mapping[str, Statement] = {
     "take": Statement(lanes.take, _TAKE, "take"),
@@ -92,13 +94,9 @@ STATEMENTS: Mapping[str, Statement] = {
     "let go everywhere": Statement(
         lambda tables: followers.let_go(tables, True), _KEYS, "let go everywhere"
     ),
-    "requeue": Statement(operations.requeue, _OUTCOMES),
-    "discard": Statement(
-        operations.discard, _store("order_per_key_waiting", "retries_and_dead_letters")
-    ),
-    "release": Statement(
-        operations.release, _store("order_per_key_waiting", "retries_and_dead_letters")
-    ),
+    "requeue": Statement(operations.requeue, _OPERATORS),
+    "discard": Statement(operations.discard, _OPERATORS),
+    "release": Statement(operations.release, _OPERATORS, "release"),
     "lock events": Statement(
         publish.lock_events, _store("one_run_per_event_id", "store_publish", "store_purge")
     ),

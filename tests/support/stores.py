@@ -180,6 +180,11 @@ class Bench:
         deliveries = self.tables.deliveries
         connection.execute(select(deliveries.c.id).where(deliveries.c.id == id).with_for_update())
 
+    def lock_parked(self, connection: Connection, id: int) -> None:
+        """Lock a parked row as somebody else would."""
+        parked = self.tables.parked
+        connection.execute(select(parked.c.id).where(parked.c.id == id).with_for_update())
+
     @contextmanager
     def gate(self, connection: Connection) -> Iterator[Connection]:
         """Stop *connection*'s statements where they read the clock, thus after their snapshot.

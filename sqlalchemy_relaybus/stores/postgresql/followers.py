@@ -60,7 +60,6 @@ def _in_front(tables: Tables, delivery: FromClause) -> tuple[ColumnElement[bool]
         parked.c.lane == delivery.c.lane,
         parked.c.handler == delivery.c.handler,
         parked.c.key == delivery.c.key,
-        parked.c.key.is_not(None),
         parked.c.blocks,
         parked.c.id < delivery.c.id,
     )
@@ -153,23 +152,13 @@ def thin_out(tables: Tables) -> Prepared:
         rows("asked", lane=("lanes", SmallInteger()), epoch=("epochs", BigInteger()))
     ).cte("asked")
     mine = held_lanes(tables, asked)
-    hot = select(
-        rows(
-            "hot",
-            lane=("hot_lanes", SmallInteger()),
-            handler=("hot_handlers", Text()),
-            key=("hot_keys", Text()),
-        )
-    ).cte("hot")
+    # without their lanes: a key is always on the same one
+    hot = select(rows("hot", handler=("hot_handlers", Text()), key=("hot_keys", Text()))).cte("hot")
 
     def is_hot(delivery: FromClause) -> ColumnElement[bool]:
         return (
             exists()
-            .where(
-                hot.c.lane == delivery.c.lane,
-                hot.c.handler == delivery.c.handler,
-                hot.c.key == delivery.c.key,
-            )
+            .where(hot.c.handler == delivery.c.handler, hot.c.key == delivery.c.key)
             .correlate(delivery)
         )
 
@@ -275,7 +264,7 @@ def let_go(tables: Tables, everywhere: bool) -> Prepared:
     )
     front = (
         select(parked.c.status)
-        .where(of_pair, parked.c.blocks, parked.c.key.is_not(None))
+        .where(of_pair, parked.c.blocks)
         .order_by(parked.c.id)
         .limit(literal_column("1"))
         .lateral("front")

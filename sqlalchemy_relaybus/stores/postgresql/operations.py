@@ -95,7 +95,6 @@ def release(tables: Tables) -> Prepared:
             parked.c.lane == bindparam("lane", type_=SmallInteger),
             parked.c.handler == bindparam("handler", type_=Text),
             parked.c.key == bindparam("key", type_=Text),
-            parked.c.key.is_not(None),
             parked.c.blocks,
             parked.c.status == _DEAD,
         )

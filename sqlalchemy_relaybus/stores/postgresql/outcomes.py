@@ -104,7 +104,8 @@ def park(tables: Tables) -> Prepared:
 
     Deleted and inserted in one statement: the row is never in both places or in neither.
     ``SKIP LOCKED``: one row locked by somebody else does not hold up the rest; it is reported as
-    seen and tried again.
+    seen and tried again. What is written comes from ``ours``: asked for under two leases, of which
+    the earlier one is lost, a delivery is parked once and as the present one says.
     """
     deliveries, parked = tables.deliveries, tables.parked
     asked = select(
@@ -124,7 +125,10 @@ def park(tables: Tables) -> Prepared:
     held = held_lanes(tables, asked)
     row = run_of(deliveries, asked)
     ours = (
-        select(asked.c.id, row.c.address)
+        select(
+            *(asked.c[name] for name in ("id", "charge", "delay", "blocks", "status", "error")),
+            row.c.address,
+        )
         .select_from(asked.join(held, _same_lease(held, asked)).join(row, true()))
         .cte("ours")
         .prefix_with("MATERIALIZED")
@@ -140,17 +144,17 @@ def park(tables: Tables) -> Prepared:
         select(
             gone.c.id,
             gone.c.event_id,
-            (CLOCK + seconds(asked.c.delay)).label("available_at"),
-            (gone.c.attempts + asked.c.charge).label("attempts"),
+            (CLOCK + seconds(ours.c.delay)).label("available_at"),
+            (gone.c.attempts + ours.c.charge).label("attempts"),
             (gone.c.claims + 1).label("claims"),
             gone.c.lane,
-            asked.c.blocks,
-            asked.c.status,
+            ours.c.blocks,
+            ours.c.status,
             gone.c.handler,
             gone.c.key,
-            func.coalesce(asked.c.error, gone.c.last_error).label("last_error"),
+            func.coalesce(ours.c.error, gone.c.last_error).label("last_error"),
         )
-        .select_from(gone.join(asked, and_(asked.c.lane == gone.c.lane, asked.c.id == gone.c.id)))
+        .select_from(gone.join(ours, ours.c.id == gone.c.id))
         .subquery("moved")
     )
     stored = (

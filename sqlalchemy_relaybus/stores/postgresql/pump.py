@@ -151,19 +151,21 @@ def exchange(tables: Tables, careful: bool) -> Prepared:
         lanes.c.holder == bindparam("holder", type_=Uuid),
         or_(~flight.c.tidy, flight.c.lane.in_(select(tidied.c.lane))),
     )
-    renewal = update(lanes).where(fence)
     if careful:
         writable = (
-            select(lanes.c.lane)
+            select(lanes.c.lane, address(lanes))
             .where(fence)
             .order_by(lanes.c.lane)
             .with_for_update(of=lanes, key_share=True, skip_locked=True)
             .cte("unlocked")
             .prefix_with("MATERIALIZED")
         )
-        renewal = renewal.where(lanes.c.lane.in_(select(writable.c.lane)))
+        # checked and locked, so nobody changes them before they are written
+        fence = and_(lanes.c.lane == flight.c.lane, rows_at(lanes, select(writable.c.address)))
     fenced = (
-        renewal.values(
+        update(lanes)
+        .where(fence)
+        .values(
             version=lanes.c.version + 1,
             lease_expires_at=lease_end(),
             company=bindparam("company", type_=Integer),

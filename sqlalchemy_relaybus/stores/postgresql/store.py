@@ -340,7 +340,6 @@ class PostgreSQLStore:
             "holder": holder,
             "lanes": array_literal(lease.lane for lease in leases),
             "epochs": array_literal(lease.epoch for lease in leases),
-            "hot_lanes": array_literal(lane for lane, _ in hot),
             "hot_handlers": [pair.handler for _, pair in hot],
             "hot_keys": [pair.key for _, pair in hot],
             "kept": array_literal(d.id for d in kept),
