@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, select, text, update
+from sqlalchemy import Engine, select, text, union_all, update
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
@@ -39,7 +39,6 @@ from tests.support.workers import (
     drained,
     eventually,
     publish,
-    ready,
     steal,
     working,
 )
@@ -282,11 +281,13 @@ def test_a_task_of_a_handler_that_raises_systemexit(bus: RelayBus, engine: Engin
 
 def test_outcomes_that_make_no_sense(bus: RelayBus, engine: Engine) -> None:
     """A policy that fails, a delay that no database holds, a reason that is no text."""
+    asked: list[int] = []
 
     class Policy:
         max_attempts = 3
 
         def delay(self, attempt: int, jitter: float) -> float:
+            asked.append(attempt)
             if attempt == 1:
                 return float("nan")
             raise ZeroDivisionError("a policy of the application's own")
@@ -310,21 +311,32 @@ def test_outcomes_that_make_no_sense(bus: RelayBus, engine: Engine) -> None:
 
         return never()
 
+    def attempts(handler: str) -> list[int]:
+        """Of its deliveries, so far."""
+        with engine.connect() as connection:
+            rows = connection.execute(
+                union_all(
+                    *(
+                        select(table.c.attempts).where(table.c.handler == handler)
+                        for table in (bus.tables.deliveries, bus.tables.parked)
+                    )
+                )
+            )
+            return [attempts for (attempts,) in rows]
+
     publish(bus, engine, "policy", 1)
     publish(bus, engine, "far", 0, 1)
     publish(bus, engine, "bury", 1)
     publish(bus, engine, "lost", 1)
     with working(bus, engine):
-        eventually(lambda: scheduled(bus, engine) == 3 and ready(bus, engine) == 0)
         eventually(lambda: len(dead(bus, engine)) == 2)
+        # where it waits for a minute
+        eventually(lambda: attempts("policy") == [2])
+        assert len(attempts("far")) == 2
     reasons = sorted(row.last_error for row in dead(bus, engine))
     assert reasons[0] == "None"
     assert "returned a coroutine" in reasons[1]
-    with engine.connect() as connection:
-        attempts = connection.scalar(
-            select(bus.tables.parked.c.attempts).where(bus.tables.parked.c.handler == "policy")
-        )
-    assert attempts == 2
+    assert asked == [1, 2]
 
 
 def test_a_policy_that_cannot_tell_its_budget(bus: RelayBus, engine: Engine) -> None:
