@@ -92,6 +92,19 @@ def test_a_lane_with_nothing_new_is_not_rewritten(bench: Bench) -> None:
     assert holder.exchange(LANE + 1, write=True).leases.keys() == {LANE + 1}
 
 
+def test_a_lane_is_renewed_and_handed_back_without_the_holders_others(bench: Bench) -> None:
+    """Though they are of the same epoch and version."""
+    holder = bench.holder()
+    mine, _ = (taken.lease for taken in holder.take(1, 2).values())
+    before = bench.lane(2)
+    renewed = bench.store.renew(holder.connection, holder.id, [mine], 60)
+    assert renewed.keys() == {1}
+    assert bench.lane(2) == before
+    assert bench.store.relinquish(holder.connection, holder.id, list(renewed.values())) == {1}
+    assert bench.lane(2) == before
+    assert bench.lane(1).holder is None
+
+
 def test_a_lane_that_has_moved_is_not_written_until_its_address_is_read_again(
     bench: Bench,
 ) -> None:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,9 +29,13 @@ LIMIT = 600
 _FAILED = 1  # pytest: tests were run and some failed
 
 
+#: The control: every statement written anew without a change, so that what fails is no mutant's.
+CONTROL = "(control)"
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One mutant, and what became of it."""
+    """One mutant, and what became of it; or the control."""
 
     statement: str
     #: its text, so that results of another one are not taken for its own
@@ -43,24 +47,33 @@ class Trial:
 
 
 def trials(only: tuple[str, ...]) -> Iterator[Trial]:
-    """All there are to make; of each statement first the one without a change."""
-    for name, statement in STATEMENTS.items():
-        if only and name not in only:
-            continue
-        sql = statement.sql
-        yield Trial(name, sql, same(sql), "")
-        for mutant in mutants(sql):
-            yield Trial(name, sql, mutant.sql, mutant.clause)
+    """All there are to make, and the control first."""
+    chosen = {name: STATEMENTS[name] for name in only or STATEMENTS}
+    every = [statement.sql for statement in chosen.values()]
+    yield Trial(CONTROL, "\n".join(every), "\n".join(map(same, every)), "")
+    for name, statement in chosen.items():
+        for mutant in mutants(statement.sql):
+            yield Trial(name, statement.sql, mutant.sql, mutant.clause)
 
 
-def run(trial: Trial, url: str) -> Trial:
+def run(trial: Trial, url: str, only: tuple[str, ...]) -> Trial:
+    """Find out whether a test of it fails; of the control, one of the statements in *only*."""
     if (trial.statement, trial.clause) in EQUIVALENT:
         return Trial(**{**asdict(trial), "outcome": "equivalent"})
+    if trial.statement == CONTROL:
+        chosen = [STATEMENTS[name] for name in only or STATEMENTS]
+        replaced = {statement.sql: same(statement.sql) for statement in chosen}
+        limit = None
+        tests = list(dict.fromkeys(test for statement in chosen for test in statement.tests))
+    else:
+        replaced = {trial.sql: trial.mutant}
+        limit = LIMIT
+        tests = list(STATEMENTS[trial.statement].tests)
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump([trial.sql, trial.mutant], file)
+        json.dump(replaced, file)
         file.flush()
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "tests.mutants.plugin"]
-        command += ["-p", "no:cacheprovider", *STATEMENTS[trial.statement].tests]
+        command += ["-p", "no:cacheprovider", *tests]
         environment = {
             **os.environ,
             "MUTANT": file.name,
@@ -69,7 +82,7 @@ def run(trial: Trial, url: str) -> Trial:
         }
         try:
             code = subprocess.run(
-                command, env=environment, timeout=LIMIT, capture_output=True
+                command, env=environment, timeout=limit, capture_output=True
             ).returncode
         except subprocess.TimeoutExpired:
             code = _FAILED
@@ -89,7 +102,7 @@ def report(done: list[Trial], console: Console) -> bool:
     """Show what was found; whether all is well."""
     counts: dict[str, Counter[str]] = {}
     for trial in done:
-        if trial.clause:
+        if trial.statement != CONTROL:
             counts.setdefault(trial.statement, Counter())[trial.outcome] += 1
     table = Table("statement", "mutants", "killed", "equivalent", "survived")
     for name, count in counts.items():
@@ -102,11 +115,11 @@ def report(done: list[Trial], console: Console) -> bool:
     wrong = [
         each
         for each in done
-        if each.outcome == "broken" or (each.outcome == "survived") == bool(each.clause)
+        if each.outcome == "broken" or (each.outcome == "survived") != (each.statement == CONTROL)
     ]
     for each in wrong:
-        if not each.clause:
-            console.print(f"{each.statement}: its tests fail without a mutant ({each.outcome})")
+        if each.statement == CONTROL:
+            console.print(f"the tests fail without a mutant ({each.outcome})")
         else:
             console.print(f"{each.statement}: {each.outcome}: {each.clause}", highlight=False)
     return not wrong
@@ -125,14 +138,13 @@ def main(statements: tuple[str, ...], jobs: int, anew: bool, listed: bool) -> No
     every = list(trials(statements))
     if listed:
         for trial in every:
-            if trial.clause:
+            if trial.statement != CONTROL:
                 console.print(f"{trial.statement}: {trial.clause}", highlight=False)
         return
     RESULTS.parent.mkdir(exist_ok=True)
     if anew:
         RESULTS.unlink(missing_ok=True)
     found = known()
-    done = [found[each.sql, each.mutant] for each in every if (each.sql, each.mutant) in found]
     left = [each for each in every if (each.sql, each.mutant) not in found]
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (
@@ -141,14 +153,16 @@ def main(statements: tuple[str, ...], jobs: int, anew: bool, listed: bool) -> No
         RESULTS.open("a") as results,
         Progress(*columns, console=console) as progress,
     ):
-        task = progress.add_task("mutants", total=len(every), completed=len(done))
-        for trial in pool.map(lambda each: run(each, server.url()), left):
-            done.append(trial)
+        task = progress.add_task("mutants", total=len(every), completed=len(every) - len(left))
+        running = [pool.submit(run, each, server.url(), statements) for each in left]
+        for future in as_completed(running):
+            trial = future.result()
+            found[trial.sql, trial.mutant] = trial
             results.write(json.dumps(asdict(trial)) + "\n")
             results.flush()
             progress.advance(task)
             progress.update(task, description=trial.statement)
-    if not report(done, console):
+    if not report([found[each.sql, each.mutant] for each in every], console):
         sys.exit(1)
 
 

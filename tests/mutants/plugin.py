@@ -1,6 +1,6 @@
 """Sends a mutant in a statement's stead, in the process that runs the tests.
 
-``MUTANT`` is a file with the statement's text and the mutant's, as JSON.
+``MUTANT`` is a file with a JSON object: the texts of statements, and what is sent instead.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from sqlalchemy import Dialect, Engine, event
 
 from sqlalchemy_relaybus.stores.postgresql.sql import Prepared
 
-_ORIGINAL, _MUTANT = json.loads(Path(os.environ["MUTANT"]).read_text())
+_MUTANTS: dict[str, str] = json.loads(Path(os.environ["MUTANT"]).read_text())
 _compile = Prepared._compile
 
 
 def compile_mutant(self: Prepared, dialect: Dialect) -> Any:
     """In front of whatever looks at a statement that is about to be sent, as for its plan."""
     sql, *rest = _compile(self, dialect)
-    return (_MUTANT if sql == _ORIGINAL else sql), *rest
+    return _MUTANTS.get(sql, sql), *rest
 
 
 Prepared._compile = compile_mutant  # type: ignore[method-assign]
@@ -32,4 +32,4 @@ def send_mutant(
     connection: Any, cursor: Any, statement: str, parameters: Any, context: Any, many: bool
 ) -> tuple[str, Any]:
     """Where SQLAlchemy compiles the statement itself."""
-    return (_MUTANT if statement == _ORIGINAL else statement), parameters
+    return _MUTANTS.get(statement, statement), parameters
