@@ -18,10 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
-from sqlalchemy_relaybus.testing.server import private_postgres
 from tests.mutants.mutate import mutants, same
 from tests.mutants.statements import EQUIVALENT, STATEMENTS
-from tests.support.databases import SETTINGS
+from tests.support.databases import server_in_memory
 
 RESULTS = Path("build/mutants.jsonl")
 #: A mutant that hangs is noticed, too. Seconds.
@@ -148,7 +147,7 @@ def main(statements: tuple[str, ...], jobs: int, anew: bool, listed: bool) -> No
     left = [each for each in every if (each.sql, each.mutant) not in found]
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (
-        private_postgres(SETTINGS) as server,
+        server_in_memory() as server,
         ThreadPoolExecutor(jobs) as pool,
         RESULTS.open("a") as results,
         Progress(*columns, console=console) as progress,

@@ -16,8 +16,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from sqlalchemy_relaybus.testing.server import private_postgres
-from tests.support.databases import SETTINGS
+from tests.support.databases import server_in_memory
 
 #: Least share of mutants that must be killed.
 GOAL = 0.85
@@ -65,7 +64,7 @@ def report(counts: dict[str, Counter[str]], console: Console) -> float:
 @click.option("--jobs", default=os.cpu_count() or 1, show_default=True, help="How many at once.")
 def main(names: tuple[str, ...], jobs: int) -> None:
     """Run the tests against the mutants called NAMES, such as sqlalchemy_relaybus.session.*."""
-    with private_postgres(SETTINGS) as server:
+    with server_in_memory() as server:
         environment = {
             **os.environ,
             "PATH": f"{_BIN}{os.pathsep}{os.environ['PATH']}",
