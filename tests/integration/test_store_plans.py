@@ -292,7 +292,8 @@ def test_rows_are_found_directly(bench: Bench, planned: str, name: str) -> None:
     check(act, plan)
 
 
-def test_an_old_snapshot_does_not_slow_the_pump_down(bench: Bench) -> None:
+@pytest.mark.parametrize("careful", [False, True])
+def test_an_old_snapshot_does_not_slow_the_pump_down(bench: Bench, careful: bool) -> None:
     """Its lane's row is not looked for among the dead versions that have to be kept."""
     bench.publish(*(new_event(key_on(0)) for _ in range(BATCH)))
     holder = bench.holder()
@@ -304,7 +305,7 @@ def test_an_old_snapshot_does_not_slow_the_pump_down(bench: Bench) -> None:
         walks, pages = 0, set()
         for _ in range(times):
             walks += not holder.place(0).untidied
-            holder.exchange(started=running, claim=False)
+            holder.exchange(started=running, claim=False, careful=careful)
             pages.add(holder.place(0).address.partition(",")[0])
         return walks, pages
 
@@ -317,7 +318,8 @@ def test_an_old_snapshot_does_not_slow_the_pump_down(bench: Bench) -> None:
             exchange(1)
         holder.take(1)  # a row that is looked for, beside one that is not
         statement, parameters = caught(
-            holder.connection, lambda: holder.exchange(started=running, claim=False)
+            holder.connection,
+            lambda: holder.exchange(started=running, claim=False, careful=careful),
         )
         plan = Planner(holder.connection, statement, list(parameters)).explain(parameters)
         assert plan.buffers < 50, plan

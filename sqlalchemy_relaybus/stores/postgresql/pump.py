@@ -32,6 +32,7 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy.sql.elements import ColumnElement
+from sqlalchemy.sql.selectable import CTE
 
 from ...tables import Tables
 from .followers import blocked
@@ -151,9 +152,10 @@ def exchange(tables: Tables, careful: bool) -> Prepared:
         lanes.c.holder == bindparam("holder", type_=Uuid),
         or_(~flight.c.tidy, flight.c.lane.in_(select(tidied.c.lane))),
     )
+    written: CTE = flight
     if careful:
-        writable = (
-            select(lanes.c.lane, address(lanes))
+        written = (
+            select(flight.c.started, flight.c.prefetched, address(lanes))
             .where(fence)
             .order_by(lanes.c.lane)
             .with_for_update(of=lanes, key_share=True, skip_locked=True)
@@ -161,7 +163,7 @@ def exchange(tables: Tables, careful: bool) -> Prepared:
             .prefix_with("MATERIALIZED")
         )
         # checked and locked, so nobody changes them before they are written
-        fence = and_(lanes.c.lane == flight.c.lane, rows_at(lanes, select(writable.c.address)))
+        fence = address(lanes).element == written.c.address
     fenced = (
         update(lanes)
         .where(fence)
@@ -169,8 +171,8 @@ def exchange(tables: Tables, careful: bool) -> Prepared:
             version=lanes.c.version + 1,
             lease_expires_at=lease_end(),
             company=bindparam("company", type_=Integer),
-            started=func.coalesce(flight.c.started, NO_IDS),
-            prefetched=func.coalesce(flight.c.prefetched, NO_IDS),
+            started=func.coalesce(written.c.started, NO_IDS),
+            prefetched=func.coalesce(written.c.prefetched, NO_IDS),
         )
         .returning(lanes.c.lane, address(lanes))
         .cte("fenced")
