@@ -65,10 +65,10 @@ mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants
 
 # Likewise what is changed in the Python code of the pure modules, the session and the worker. Hours;
-# MUTANTS='sqlalchemy_relaybus.session.*' for a part of them.
+# MUTANTS='sqlalchemy_relaybus.session.*' for a part of them, SAMPLE=10 for one in ten.
 mutants-python: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --group mutation
-	$(BIN)/python -m tests.mutants.python $(MUTANTS)
+	$(BIN)/python -m tests.mutants.python $(if $(SAMPLE),--sample $(SAMPLE)) $(MUTANTS)
 
 # Publishers and workers under kills, crashes and cuts; figures and problems in build/chaos.json.
 chaos: $(STAMP)
