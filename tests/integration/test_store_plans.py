@@ -179,7 +179,7 @@ ACTS = {
             holder.connection, {(n, Pair("a", f"behind-{n}")) for n in HELD}, 20
         ),
         {BLOCKING, BEHIND, BY_ADDRESS["parked"]},
-        3300,
+        2900,
         0,
     ),
     "let go everywhere": Act(
