@@ -25,6 +25,8 @@ from tests.support.databases import server_in_memory
 RESULTS = Path("build/mutants.jsonl")
 #: A mutant that hangs is noticed, too. Seconds.
 LIMIT = 600
+#: They wait for the server more than they compute.
+JOBS = 2 * (os.cpu_count() or 1)
 _FAILED = 1  # pytest: tests were run and some failed
 
 
@@ -126,7 +128,7 @@ def report(done: list[Trial], console: Console) -> bool:
 
 @click.command()
 @click.argument("statements", nargs=-1)
-@click.option("--jobs", default=os.cpu_count() or 1, show_default=True, help="How many at once.")
+@click.option("--jobs", default=JOBS, show_default=True, help="How many at once.")
 @click.option("--anew", is_flag=True, help="Forget what earlier runs have found.")
 @click.option("--listed", is_flag=True, help="Only list the mutants.")
 def main(statements: tuple[str, ...], jobs: int, anew: bool, listed: bool) -> None:
