@@ -62,6 +62,27 @@ def _map_pending() -> None:
                     "relaybus_pending", MetaData(), Column("n", Integer, primary_key=True)
                 )
                 registry().map_imperatively(Pending, table)
+                event.listen(Pending, "before_insert", _refuse_left_over)
+
+
+def _refuse_left_over(mapper: object, connection: object, pending: Pending) -> None:
+    """In a flush that should write an event as any other object: its bus's hook is not there."""
+    raise ConfigurationError(
+        "an event waits in a session that its bus has been detached from, or was moved to another "
+        "session; flush before you detach, and publish on the session that commits"
+    )
+
+
+def _renew_listeners(owner: type[Session] | Session, name: str) -> None:
+    """Make way for a change to the session's own listeners while SQLAlchemy goes through them.
+
+    It does where one of them, of the application, is the first to publish on the session; the
+    commit that called it would fail after the fact. What it goes through is left as it is.
+    """
+    if isinstance(owner, Session):
+        its_own = getattr(owner.dispatch, name)
+        if its_own.listeners:
+            its_own.listeners = its_own.listeners.copy()
 
 
 class SessionHook:
@@ -108,6 +129,7 @@ class SessionHook:
             self._classes.add(owner)
         for name, listener in self._listeners:
             if not event.contains(owner, name, listener):
+                _renew_listeners(owner, name)
                 event.listen(owner, name, listener)
 
     def detach(self, target: Any) -> None:
@@ -116,6 +138,7 @@ class SessionHook:
             self._classes.discard(owner)
         for name, listener in self._listeners:
             if event.contains(owner, name, listener):
+                _renew_listeners(owner, name)
                 event.remove(owner, name, listener)
 
     def _owner(self, target: Any) -> type[Session] | Session:

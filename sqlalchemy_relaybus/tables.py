@@ -270,6 +270,15 @@ MAX_PREFIX_BYTES = 32
 @lru_cache(maxsize=32)
 def tables_for(schema: str | None = None, prefix: str = DEFAULT_PREFIX) -> Tables:
     """The tables under *schema* (``None``: the search path's) with names that begin *prefix*."""
+    for what, name in (("schema", schema), ("prefix", prefix)):
+        try:
+            if name is not None and "\0" in name:
+                raise ConfigurationError(f"the {what} {name!r} has a NUL character in it")
+            (name or "").encode()
+        except UnicodeEncodeError:
+            raise ConfigurationError(
+                f"the {what} {name!r} is no text that can be encoded"
+            ) from None
     if schema == "":
         raise ConfigurationError("the schema must not be empty; leave it out for the default")
     if len(prefix.encode()) > MAX_PREFIX_BYTES:

@@ -38,11 +38,24 @@ class TransactionEndedError(RelayBusError):
 
 #: A statement that ends a transaction, other than ``ROLLBACK TO`` a savepoint.
 _ENDING = re.compile(
-    r"(?:\s|;|--[^\n]*\n|/\*.*?\*/)*"
+    r"(?:\s|--[^\n]*\n|/\*.*?\*/)*"
     r"(?:commit|end|abort|prepare\s+transaction"
     r"|rollback(?!\s+(?:(?:work|transaction)\s+)?to\b))\b",
     re.IGNORECASE | re.DOTALL,
 )
+#: Where a semicolon ends no statement: literals, quoted names, comments, the bodies of functions.
+_QUOTED = re.compile(
+    r"\be'(?:[^'\\]|\\.)*'|'[^']*'|\"[^\"]*\"|\$(\w*)\$.*?\$\1\$|--[^\n]*|/\*.*?\*/"
+    r"|\bbegin\s+atomic\b.*?\bend\b",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+def _ends_transaction(text: str) -> bool:
+    """Whether one of the statements in *text* ends the transaction."""
+    if ";" not in text:
+        return _ENDING.match(text) is not None
+    return any(map(_ENDING.match, _QUOTED.sub(" ", text).split(";")))
 
 
 class _KeepOpen:
@@ -56,7 +69,8 @@ class _KeepOpen:
         self._store = store
         self._watching = False
         self._ended = False
-        self._used: Connection | None = None
+        #: those that were in a transaction after a statement
+        self._used: set[Connection] = set()
 
     @contextmanager
     def watch(self, target: Session | Connection) -> Iterator[None]:
@@ -79,8 +93,8 @@ class _KeepOpen:
         """Raise if the transaction was ended, or was to be."""
         if self._ended or not still_open:
             raise TransactionEndedError(self._handler)
-        # ended behind the back of SQLAlchemy, by a statement in the middle of a text for example
-        if self._used is not None and not self._store.in_transaction(self._used):
+        # ended behind the back of SQLAlchemy, as by the driver's connection
+        if not all(map(self._store.in_transaction, self._used)):
             raise TransactionEndedError(self._handler)
 
     def _refuse(self) -> NoReturn:
@@ -97,6 +111,7 @@ class _KeepOpen:
     def _guard(self, connection: Connection) -> None:
         event.listen(connection, "commit", self._commit)
         event.listen(connection, "before_cursor_execute", self._before_cursor_execute)
+        event.listen(connection, "after_cursor_execute", self._after_cursor_execute)
 
     def _commit(self, connection: Connection) -> None:
         if self._watching:
@@ -108,9 +123,14 @@ class _KeepOpen:
         self, connection: Connection, cursor: object, statement: str, *rest: object
     ) -> None:
         if self._watching:
-            self._used = connection
-            if _ENDING.match(statement):
+            # with this one the driver would begin another transaction
+            ended = connection in self._used and not self._store.in_transaction(connection)
+            if ended or _ends_transaction(statement):
                 self._refuse()
+
+    def _after_cursor_execute(self, connection: Connection, *rest: object) -> None:
+        if self._watching and self._store.in_transaction(connection):
+            self._used.add(connection)
 
 
 class Transactions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from datetime import timedelta
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -12,7 +13,7 @@ from sqlalchemy import Engine
 from sqlalchemy.pool import Pool, QueuePool
 
 from ..bus import RelayBus
-from ..exc import ConfigurationError
+from ..exc import ConfigurationError, as_seconds
 from ..schema import check_schema
 from ..settings import Settings
 from ..stores import store_for
@@ -118,12 +119,19 @@ class Worker:
             self._pump.close()
             self._own.dispose()
 
-    def stop(self, grace: float | None = None) -> None:
+    def stop(self, grace: timedelta | float | None = None) -> None:
         """Ask :meth:`run` to end; from any thread, or a signal handler. Does not wait.
 
         Nothing more is claimed or started. What runs gets *grace* seconds (default: the setting),
         then coroutines are cancelled; whatever has not ended is given back and delivered again.
+
+        Raises :class:`ConfigurationError`, stopping nothing, for a *grace* that is none.
         """
+        if grace is not None:
+            try:
+                grace = as_seconds(grace)
+            except ValueError as error:
+                raise ConfigurationError(f"stop(): grace {error}") from None
         # A signal handler must neither wait for locks nor start threads: it may have interrupted
         # whoever holds them.
         self._stops.put(self._settings.grace if grace is None else grace)

@@ -119,6 +119,9 @@ def _idle_in_transaction(engine: Engine) -> int:
         "text: -- that is it\n /* all */ ; rollback",
         "text: COMMIT AND CHAIN",
         "text: SELECT 1; COMMIT",
+        "text: SELECT ';'; COMMIT; BEGIN",
+        "driver",
+        "driver, and goes on",
         "hidden text: END",
         "connection text: COMMIT",
         "connection commit",
@@ -138,6 +141,10 @@ def test_a_handler_that_ends_its_own_transaction(bus: RelayBus, effects: Engine,
             return
         if how == "below":
             given.connection().commit()
+        elif how.startswith("driver"):
+            given.connection().connection.dbapi_connection.commit()
+            if "goes on" in how:
+                given.execute(INSERT, {"n": 3, "what": "after it"})
         elif "text: " in how and not how.startswith("hidden"):
             given.execute(text(how.partition("text: ")[2]))
         elif how.startswith("hidden"):
@@ -166,7 +173,7 @@ def test_a_handler_that_ends_its_own_transaction(bus: RelayBus, effects: Engine,
     publish(bus, effects, "step", "bad")
     with working(bus, effects):
         (letter,) = eventually(lambda: dead(bus, effects))
-        if how == "text: SELECT 1; COMMIT":  # seen afterwards only
+        if how.startswith("driver"):  # seen afterwards only
             with effects.begin() as connection:
                 connection.execute(text("DELETE FROM effects"))
         assert written(effects) == []

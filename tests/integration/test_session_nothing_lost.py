@@ -259,6 +259,41 @@ def test_hooks_before_the_commit_and_within_the_flush(
     assert published(engine, bus.tables) == ["published", "before the commit", "before the flush"]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "before_commit",
+        "after_commit",
+        "after_transaction_create",
+        "after_transaction_end",
+    ],
+)
+def test_the_first_to_publish_on_a_session_is_a_hook(run: Run, engine: Engine, name: str) -> None:
+    """So the bus gets its own hooks there while SQLAlchemy goes through them."""
+    bus = make_bus(wake=True)  # only then it listens to commits
+
+    def work(session: Session) -> None:
+        seen: list[str] = []
+
+        def publish_once(*args: object) -> None:
+            if not seen:
+                bus.publish(session, TYPE, "from the hook")
+            seen.append(name)
+
+        event.listen(session, name, publish_once)
+        event.listen(session, name, lambda *args: seen.append("the next hook"))
+        session.add(Order())
+        session.commit()
+        assert "the next hook" in seen
+        event.remove(session, name, publish_once)
+        session.commit()
+        bus.detach(session)
+        assert not event.contains(session, name, publish_once)
+
+    run(work)
+    assert published(engine, bus.tables) == ["from the hook"]
+
+
 @pytest.mark.parametrize("place", ["ahead", "behind"])
 def test_an_object_that_a_hook_adds_at_the_end_has_its_key_in_the_event(
     run: Run, engine: Engine, bus: RelayBus, place: str

@@ -87,6 +87,22 @@ CASES: Mapping[str, Sequence[Case]] = {
             database="migrated",
         ),
         Case(
+            "a bus detached from a session in which an event waits",
+            (
+                "bus.attach(session)\n"
+                'bus.publish(session, "order.placed", {})\n'
+                "bus.detach(session)\n"
+                "session.commit()"
+            ),
+            ConfigurationError,
+            (
+                "an event waits in a session that its bus has been detached from, or was "
+                "moved to another session; flush before you detach, and publish on the "
+                "session that commits"
+            ),
+            database="migrated",
+        ),
+        Case(
             "a session without an engine",
             ('session = Session()\nbus.publish(session, "order.placed", {})\nsession.commit()'),
             ConfigurationError,

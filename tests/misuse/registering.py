@@ -431,6 +431,12 @@ CASES: Mapping[str, Sequence[Case]] = {
             "prefix must be a str, not None",
         ),
         Case(
+            "a prefix that no name in a database can have",
+            'RelayBus(prefix="shop\\0")',
+            ConfigurationError,
+            "the prefix 'shop\\x00' has a NUL character in it",
+        ),
+        Case(
             "an engine as session_factory",
             "RelayBus(session_factory=engine)",
             ConfigurationError,

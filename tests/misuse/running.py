@@ -54,6 +54,15 @@ CASES: Mapping[str, Sequence[Case]] = {
     ],
     "Workers": [
         Case(
+            "a stop with a grace that is no number",
+            'Worker(bus, engine).stop("soon")',
+            ConfigurationError,
+            (
+                "stop(): grace must be a timedelta or a number of seconds from 0 to "
+                "3155760000 (100 years), not 'soon'"
+            ),
+        ),
+        Case(
             "a bus without handlers",
             "Worker(RelayBus(), engine)",
             ConfigurationError,

@@ -23,9 +23,9 @@ class Order(Base):
     state: Mapped[str] = mapped_column(default="new")
 
 
-def make_bus(prefix: str = "relaybus_") -> RelayBus:
+def make_bus(prefix: str = "relaybus_", wake: bool = False) -> RelayBus:
     """A bus with one handler of :data:`TYPE`."""
-    bus = RelayBus(prefix=prefix, wake=False)
+    bus = RelayBus(prefix=prefix, wake=wake)
 
     @bus.handler(TYPE, name="a")
     def handle(event: Event) -> None: ...
